@@ -1,0 +1,52 @@
+"""One tree of tensors for PyTorch and JAX: the same memory, pytrees and checkpoints.
+
+td = TensorDict(...)                 # torch
+ad = tdbridge.to_jax(td)             # JAX: an ArrayDict over the same memory
+td = tdbridge.to_torch(ad)           # and back
+"""
+
+from importlib.metadata import version
+
+from tdbridge import checkpoint as checkpoint
+from tdbridge.convert import to_jax as to_jax
+from tdbridge.convert import to_torch as to_torch
+from tdbridge.errors import CheckpointError as CheckpointError
+from tdbridge.errors import CopyError as CopyError
+from tdbridge.errors import FrozenError as FrozenError
+from tdbridge.errors import LayoutError as LayoutError
+from tdbridge.errors import LeafTypeError as LeafTypeError
+from tdbridge.errors import NarrowingError as NarrowingError
+from tdbridge.errors import TdbridgeError as TdbridgeError
+from tdbridge.errors import UnsafeCheckpointError as UnsafeCheckpointError
+from tdbridge.layout import Layout as Layout
+from tdbridge.layout import LeafSpec as LeafSpec
+from tdbridge.layout import NodeSpec as NodeSpec
+from tdbridge.layout import Segment as Segment
+from tdbridge.layout import consolidate as consolidate
+from tdbridge.layout import layout_of as layout_of
+from tdbridge.pytrees import ArrayDict as ArrayDict
+from tdbridge.pytrees import register as register
+
+__version__ = version("tdbridge")
+
+__all__ = [
+    "ArrayDict",
+    "CheckpointError",
+    "CopyError",
+    "FrozenError",
+    "Layout",
+    "LayoutError",
+    "LeafSpec",
+    "LeafTypeError",
+    "NarrowingError",
+    "NodeSpec",
+    "Segment",
+    "TdbridgeError",
+    "UnsafeCheckpointError",
+    "checkpoint",
+    "consolidate",
+    "layout_of",
+    "register",
+    "to_jax",
+    "to_torch",
+]

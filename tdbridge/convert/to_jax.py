@@ -45,14 +45,14 @@ def to_jax(
             `"allow"` rounds float64 and complex128 too; `"never"` raises for each.
 
     Returns:
-        The same tree with jax arrays, and ArrayDicts in the place of TensorDicts: same keys,
-        batch sizes, names, non-tensor entries and class.
+        The same tree with jax arrays, and ArrayDicts in the place of TensorDicts. Keys, batch
+        sizes, names, non-tensor entries and the torch-side class are kept.
 
     Raises:
         LeafTypeError: leaves that cannot be carried (sparse, nested, quantized, DTensor, ...).
         NarrowingError: 64-bit leaves that would lose values.
-        CopyError: `copy=False` and leaves that cannot be shared.
-        Each lists every such leaf, before anything is converted.
+        CopyError: `copy=False` and leaves that cannot be shared. Each of these errors lists every
+            such leaf, before anything is converted.
 
     Example:
         >>> import torch

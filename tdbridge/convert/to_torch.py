@@ -28,8 +28,8 @@ def to_torch(tree: Any, *, copy: bool | None = None, device: Any = None) -> Any:
         device: a torch device to move the tensors to.
 
     Returns:
-        The same tree with tensors, and TensorDicts or tensorclasses in the place of ArrayDicts:
-        same keys, batch sizes, names and non-tensor entries.
+        The same tree with tensors, and TensorDicts or tensorclasses in the place of ArrayDicts.
+        Keys, batch sizes, names and non-tensor entries are kept.
 
     Raises:
         LeafTypeError: leaves that cannot be carried (tracers, deleted arrays, PRNG keys, dtypes

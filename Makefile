@@ -1,7 +1,7 @@
 # Needs python3.11 (or a newer python3), pip and git; everything else goes into .venv.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint docs bench clean
+.PHONY: help demo test lint docs bench peers checkout clean
 
 # The first of these that runs and is new enough; or choose: make test PYTHON=/path/to/python
 CANDIDATES := python3.11 python3 python
@@ -21,6 +21,8 @@ JOBS ?= 2
 ARGS ?=
 # What `make bench` runs.
 SUITE ?= core
+# A checkout of tensordict, whose own tests `make peers` runs against tdbridge.
+TENSORDICT ?=
 
 help:
 	@echo "make demo    run examples/digits.py"
@@ -28,6 +30,7 @@ help:
 	@echo "make lint    formatting, lint rules, types"
 	@echo "make docs    the documentation, into docs/_build/html"
 	@echo "make bench   the quick benchmarks (SUITE=$(SUITE))"
+	@echo "make peers   tensordict's own tests against tdbridge (TENSORDICT=/path/to/checkout)"
 	@echo "make clean   remove everything that the above made, .venv included"
 
 # One environment for every target, installed again only when what it is made from changes.
@@ -57,6 +60,25 @@ docs: $(STAMP)
 
 bench: $(STAMP)
 	$(PY) -m benchmarks $(SUITE) --quick
+
+# Nothing is written into the checkout.
+PEERS := PYTHONDONTWRITEBYTECODE=1 $(PY) -m pytest -q -p no:cacheprovider -W ignore::DeprecationWarning
+PEER_TESTS = $(addprefix $(TENSORDICT)/test/,$(1))
+CONSOLIDATE := $(addprefix tensordict/test_,generic.py lazy.py nontensor.py) \
+	tensorclass/test_tensorclass.py distributed/test_ucxx.py
+PYTREE := nn/test_functorch.py tensordict/test_generic.py
+
+peers: checkout $(STAMP)
+	$(PEERS) -p tests.peers.tensordict_consolidate $(call PEER_TESTS,$(CONSOLIDATE)) -k consolidate
+	$(PEERS) -p tests.peers.tensordict_pytree --registry jax $(call PEER_TESTS,$(PYTREE)) -k pytree
+	$(PEERS) -p tests.peers.tensordict_pytree --registry optree $(call PEER_TESTS,$(PYTREE)) -k pytree
+
+checkout:
+	@test -d "$(TENSORDICT)/test/tensordict" || { \
+		echo "Got TENSORDICT='$(TENSORDICT)', which is no checkout of tensordict. Get one:" >&2; \
+		echo "  git clone https://github.com/pytorch/tensordict /tmp/tensordict" >&2; \
+		echo "  make peers TENSORDICT=/tmp/tensordict" >&2; \
+		exit 1; }
 
 clean:
 	rm -rf $(VENV) docs/_build build dist htmlcov .coverage .coverage.* \

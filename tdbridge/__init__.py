@@ -8,6 +8,8 @@ td = tdbridge.to_torch(ad)           # and back
 from importlib.metadata import version
 
 from tdbridge import checkpoint as checkpoint
+from tdbridge.convert import Report as Report
+from tdbridge.convert import explain as explain
 from tdbridge.convert import to_jax as to_jax
 from tdbridge.convert import to_torch as to_torch
 from tdbridge.errors import CheckpointError as CheckpointError
@@ -40,11 +42,13 @@ __all__ = [
     "LeafTypeError",
     "NarrowingError",
     "NodeSpec",
+    "Report",
     "Segment",
     "TdbridgeError",
     "UnsafeCheckpointError",
     "checkpoint",
     "consolidate",
+    "explain",
     "layout_of",
     "register",
     "to_jax",

@@ -21,6 +21,7 @@ ORDER = [
     {"layout"},
     {"pytrees"},
     {"convert"},
+    {"distributed"},
     {"cast", "loaders", "collectives", "checkpoint"},
     {"cli"},
 ]

@@ -55,18 +55,20 @@ def put(views: Sequence[np.ndarray], device: Any) -> list[jax.Array]:
             view that starts on a multiple of 64 bytes is shared, any other one copied.
         device: the CPU device.
     """
-    if _batched_device_put is None:
-        return _put_public(views, device)
-    sharding = SingleDeviceSharding(device)
-    return [
-        _batched_device_put(_aval(v.shape, v.dtype), sharding, [v], [device], False) for v in views
-    ]
+    with jax.transfer_guard("allow"):  # a conversion is no implicit transfer
+        if _batched_device_put is None:
+            return _put_public(views, device)
+        to, devices = SingleDeviceSharding(device), [device]
+        return [
+            _batched_device_put(_aval(v.shape, v.dtype), to, [v], devices, False) for v in views
+        ]
 
 
 def _put_public(views: Sequence[np.ndarray], device: Any) -> list[jax.Array]:
     # Without a device the result is uncommitted, but lands on the default device.
-    on_cpu = jax.default_backend() == "cpu" and jax.numpy.zeros(()).devices() == {device}
-    return jax.device_put(list(views), None if on_cpu else device)
+    default = getattr(jax.config, "jax_default_device", None) or jax.local_devices()[0]
+    with jax.ensure_compile_time_eval():  # arrays, not tracers, also while JAX traces
+        return jax.device_put(list(views), None if default == device else device)
 
 
 @lru_cache(maxsize=4096)
@@ -87,11 +89,15 @@ def uncommitted(array: jax.Array) -> jax.Array:
         return array
 
 
-def dlpack_source(array: jax.Array) -> Any:
-    """What `torch.utils.dlpack.from_dlpack` takes for `array`, which is ready, on one device.
+def dlpack_sources(arrays: Sequence[jax.Array]) -> list[Any]:
+    """What torch takes for each array, all of them computed and each on one device.
 
-    A capsule on the CPU; elsewhere, where streams have to be ordered, the array itself.
+    Capsules on the CPU; elsewhere, where streams have to be ordered, the arrays themselves.
     """
-    if _to_capsule is None or array.platform() != "cpu":
-        return array
-    return _to_capsule(array)
+    if _to_capsule is None:
+        return list(arrays)
+    # Of the array's one shard, as `__dlpack__` does it: deleting an array whose own buffer is
+    # exported ends the process.
+    if jax.default_backend() == "cpu":
+        return [_to_capsule(array.addressable_data(0)) for array in arrays]
+    return [_to_capsule(a.addressable_data(0)) if a.platform() == "cpu" else a for a in arrays]

@@ -3,18 +3,27 @@
 * A TensorDict that holds tracers, masks or `None` can only be built by `_new_unsafe`; every
   public constructor validates its values.
 * `is_consolidated()` and the pickling of a consolidated tensordict read the `_consolidated` slot.
+  Its metadata names dtypes by a table that lacks float8, and a subclass of TensorDict is pickled
+  leaf by leaf: the table is completed, and subclasses are pickled as TensorDict is.
 * A tensorclass is announced to torch's pytrees by one function when it is defined; that is the
   moment to register it in JAX and optree too.
 """
 
+import copyreg
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import tensordict
 import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase, is_tensorclass
+from tensordict import (
+    NonTensorData,
+    TensorDict,
+    TensorDictBase,
+    TypedTensorDict,
+    is_tensorclass,
+)
 
 from tdbridge.errors import LeafTypeError
 
@@ -33,7 +42,7 @@ def new_tensordict(
 
     `entries` are taken as they are: nothing is copied, moved or checked.
     """
-    base: Any = TensorDict if is_tensorclass(cls) else cls
+    base: Any = cls if issubclass(cls, TensorDict) else TensorDict
     size = torch.Size(batch_size)
     if _HAS_NEW_UNSAFE:
         td = base._new_unsafe(
@@ -45,7 +54,21 @@ def new_tensordict(
         )
     else:
         td = _new_validated(base, entries, size, names, device)
-    return cls.from_tensordict(td) if is_tensorclass(cls) else td
+    return td if base is cls else _wrap(cls, td)
+
+
+def _wrap(cls: Any, td: TensorDict) -> Any:
+    """A tensorclass or TypedTensorDict over `td`, which is a rebuild and no construction.
+
+    `from_tensordict` runs `__post_init__` again, which may change the values, and converts fields.
+    """
+    if issubclass(cls, TypedTensorDict):
+        return cls.from_tensordict(td, check=False)
+    new = cls.__new__(cls)
+    if not _HAS_NEW_UNSAFE or not hasattr(cls, "_from_tensordict"):
+        return cls.from_tensordict(td)
+    new.__dict__.update(_tensordict=td, _non_tensordict={})
+    return new
 
 
 def _new_validated(
@@ -69,17 +92,37 @@ def _new_validated(
 
 def tensordict_of(node: Any) -> TensorDictBase:
     """The TensorDict inside a tensorclass; any other node as it is."""
+    if isinstance(node, TypedTensorDict):
+        return node._source
     return node._tensordict if is_tensorclass(type(node)) else node
 
 
-def non_tensor(value: Any, batch_size: Sequence[int]) -> NonTensorData:
-    """Wraps `value` as an entry of a tensordict of that batch size."""
-    return NonTensorData(data=value, batch_size=torch.Size(batch_size))
+def non_tensor(
+    value: Any, batch_size: Sequence[int], device: torch.device | None = None
+) -> NonTensorData:
+    """Wraps `value` as an entry of a tensordict of that batch size and device."""
+    return NonTensorData(data=value, batch_size=torch.Size(batch_size), device=device)
 
 
-def set_consolidated(td: Any, storage: torch.Tensor, metadata: dict[str, Any] | None) -> None:
+def set_consolidated(td: Any, storage: torch.Tensor, metadata: dict[str, Any]) -> None:
     """Declares that the leaves of `td` are views of `storage`, as `metadata` describes."""
-    tensordict_of(td)._consolidated = {"storage": storage, "metadata": metadata}
+    inner: Any = tensordict_of(td)
+    _pickle_as_stock(type(inner))
+    # In place where there is a slot: those of unpickled nested tensordicts point to it.
+    slot = inner._consolidated = getattr(inner, "_consolidated", {})
+    slot.update(storage=storage, metadata=metadata)
+
+
+@cache
+def _pickle_as_stock(cls: Any) -> None:
+    """Pickles instances of a subclass of TensorDict by the function that stock has for TensorDict.
+
+    A consolidated one would be pickled leaf by leaf otherwise, with the whole buffer each time.
+    """
+    reducer = copyreg.dispatch_table.get(TensorDict)
+    own = cls.__reduce__ is not object.__reduce__ or cls.__reduce_ex__ is not object.__reduce_ex__
+    if reducer is not None and not own and cls not in copyreg.dispatch_table:
+        copyreg.pickle(cls, reducer)
 
 
 def consolidated_storage(td: Any) -> torch.Tensor | None:
@@ -89,21 +132,34 @@ def consolidated_storage(td: Any) -> torch.Tensor | None:
     return slot["storage"] if slot is not None and inner.is_consolidated() else None
 
 
-def dtype_names() -> frozenset[str]:
-    """The dtypes that stock consolidated metadata can name, as `str(torch.dtype)`."""
+def _complete_dtypes() -> frozenset[str]:
     from tensordict import utils
 
-    return frozenset(getattr(utils, "_STR_DTYPE_TO_DTYPE", ()))
+    table: dict[str, torch.dtype] = getattr(utils, "_STR_DTYPE_TO_DTYPE", {})
+    before = frozenset(table)
+    for dtype in vars(torch).values():
+        if isinstance(dtype, torch.dtype):
+            table.setdefault(str(dtype), dtype)
+    return before
+
+
+STOCK_DTYPES = _complete_dtypes()
+"""What consolidated metadata can name where tdbridge is not imported, as `str(torch.dtype)`."""
 
 
 def defined_classes() -> list[type]:
     """The tensorclasses and the subclasses of TensorDict that are defined by now."""
     from tensordict import base
 
-    known = [*getattr(base, "_ACCEPTED_CLASSES", ()), *_subclasses(TensorDict)]
-    carried = [cls for cls in known if is_tensorclass(cls) or issubclass(cls, TensorDict)]
-    # Non-tensor data is no node of a tree but an entry of one.
-    return [cls for cls in carried if not getattr(cls, "_is_non_tensor", False)]
+    subclasses = [*_subclasses(TensorDict), *_subclasses(TypedTensorDict)]
+    known = [*getattr(base, "_ACCEPTED_CLASSES", ()), *subclasses]
+    carried = [cls for cls in known if is_tensorclass(cls) or cls in subclasses]
+    return [cls for cls in carried if not is_non_tensor_class(cls)]
+
+
+def is_non_tensor_class(cls: type) -> bool:
+    """Whether instances are non-tensor data: no node of a tree but an entry of one."""
+    return getattr(cls, "_is_non_tensor", False)
 
 
 def _subclasses(cls: type) -> list[type]:
@@ -119,18 +175,15 @@ def on_new_class(callback: Callable[[type], None]) -> bool:
     Returns False when tensordict has no such place any more; `tdbridge.register(cls)` then has
     to be called by hand.
     """
-    hooked = False
-    for name in ("tensordict.tensorclass", "tensordict.typedtensordict"):
-        # Not `import a.b as c`: the attribute `tensordict.tensorclass` is the decorator.
-        module: Any = importlib.import_module(name)
-        original = getattr(module, "_register_td_node", None)
-        if original is not None:
-            module._register_td_node = _followed_by(original, callback)
-            hooked = True
+    # Not `import a.b as c`: the attribute `tensordict.tensorclass` is the decorator.
+    module: Any = importlib.import_module("tensordict.tensorclass")
+    original = getattr(module, "_register_td_node", None)
+    if original is not None:
+        module._register_td_node = _followed_by(original, callback)
     if "__init_subclass__" not in TensorDictBase.__dict__:
         hook: Any = classmethod(_init_subclass(callback))
         TensorDictBase.__init_subclass__ = hook
-    return hooked
+    return original is not None
 
 
 def _followed_by(
@@ -138,7 +191,8 @@ def _followed_by(
 ) -> Callable[[type], None]:
     @wraps(original)
     def register_node(cls: type) -> None:
-        callback(cls)
+        if not is_non_tensor_class(cls):
+            callback(cls)
         original(cls)
 
     return register_node
@@ -147,6 +201,7 @@ def _followed_by(
 def _init_subclass(callback: Callable[[type], None]) -> Callable[..., None]:
     def init_subclass(cls: Any, **kwargs: Any) -> None:
         super(TensorDictBase, cls).__init_subclass__(**kwargs)
-        callback(cls)
+        if issubclass(cls, (TensorDict, TypedTensorDict)):
+            callback(cls)
 
     return init_subclass

@@ -1,18 +1,23 @@
 """One tensor <-> one array, memory shared. What can be shared is decided in `sharing`."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
 import torch
-from torch.utils.dlpack import from_dlpack
 
-from tdbridge._compat.jax import dlpack_source, put, uncommitted
-from tdbridge.layout.dtypes import dtype_of
+from tdbridge._compat.jax import dlpack_sources, put, uncommitted
+from tdbridge._compat.torch import import_all
+from tdbridge.convert.sharing import why_numpy_copied
+from tdbridge.layout.dtypes import TABLE, dtype_of
 
 # numpy has no dtype for these without ml_dtypes: they cross as integers of the same width.
 _CARRIER = {1: torch.uint8, 2: torch.int16}
+_CARRIER_NUMPY = {
+    row.name: {1: np.uint8, 2: np.int16}[row.itemsize]
+    for row in TABLE
+    if row.torch is not None and row.numpy is not None and row.numpy.isbuiltin != 1
+}
 
 
 def numpy_view(tensor: torch.Tensor) -> np.ndarray:
@@ -32,47 +37,37 @@ def tensors_to_arrays(tensors: Sequence[torch.Tensor]) -> list[jax.Array]:
     """One uncommitted array per tensor, on its device, sharing its memory.
 
     Args:
-        tensors: detached, dense, aligned, with no conjugate or negative bit, of dtypes that JAX
-            keeps.
+        tensors: detached, C-contiguous, aligned, with no conjugate or negative bit, of dtypes that
+            JAX keeps.
     """
-    device = jax.devices("cpu")[0]
-    plain = [i for i, t in enumerate(tensors) if t.device.type == "cpu" and t.is_contiguous()]
-    arrays: list[Any] = [None] * len(tensors)
-    for i, array in zip(plain, put([numpy_view(tensors[i]) for i in plain], device), strict=True):
-        arrays[i] = array
-    for i, tensor in enumerate(tensors):
-        if arrays[i] is None:
-            arrays[i] = _by_dlpack(tensor)
-    return arrays
+    on_cpu = [tensor for tensor in tensors if tensor.device.type == "cpu"]
+    views = list(map(numpy_view, on_cpu))
+    arrays = iter(put(views, jax.local_devices(backend="cpu")[0]) if views else ())
+    if len(on_cpu) == len(tensors):
+        return list(arrays)
+    return [
+        next(arrays) if t.device.type == "cpu" else uncommitted(jax.dlpack.from_dlpack(t))
+        for t in tensors
+    ]
 
 
-def _by_dlpack(tensor: torch.Tensor) -> jax.Array:
-    """Other devices, and dense tensors whose dimensions are permuted: JAX keeps the layout."""
-    if tensor.device.type == "cpu":
-        numpy_view(tensor)  # pins the storage, which DLPack does not
-    return uncommitted(jax.dlpack.from_dlpack(tensor))
+def arrays_to_tensors(arrays: Sequence[jax.Array]) -> list[torch.Tensor]:
+    """One tensor per array, on its one device, sharing its memory; waits until all are computed."""
+    jax.block_until_ready(arrays)
+    return import_all(dlpack_sources(arrays))
 
 
-def array_to_tensor(array: jax.Array) -> torch.Tensor:
-    """A tensor over the memory of an array on one device, which has been computed."""
-    return from_dlpack(dlpack_source(array))
-
-
-def numpy_to_tensor(array: np.ndarray) -> torch.Tensor:
+def numpy_to_tensor(array: np.ndarray | np.generic) -> torch.Tensor:
     """A tensor over the memory of a numpy array, or over a copy where torch cannot take it.
 
-    torch knows no negative strides (`torch.from_dlpack` ends the process), no foreign byte order,
-    and no read-only memory.
+    What torch cannot take is said by `sharing.why_numpy_copied`.
     """
-    native = array.astype(array.dtype.newbyteorder("="), copy=False)
-    if not native.flags.writeable or any(s < 0 for s in native.strides):
-        native = native.copy()
-    dtype = dtype_of(native.dtype)
-    if dtype.in_numpy.isbuiltin == 1:
-        return torch.from_numpy(native)
-    native = np.ascontiguousarray(native).reshape(array.shape)
-    carrier = {1: np.uint8, 2: np.int16}[dtype.itemsize]
-    return torch.from_numpy(native.view(carrier)).view(dtype.in_torch)
+    dtype = dtype_of(array.dtype)
+    plain = np.asarray(array)
+    if why_numpy_copied(plain) is not None:
+        plain = plain.astype(dtype.in_numpy)  # always a copy, in native byte order
+    carrier = _CARRIER_NUMPY.get(dtype.name, dtype.in_numpy)
+    return torch.from_numpy(plain.view(carrier)).view(dtype.in_torch)
 
 
 def shares_memory(tensor: torch.Tensor, array: jax.Array) -> bool:

@@ -8,49 +8,44 @@ from typing import Literal
 
 import torch
 
-from tdbridge.convert.sharing import narrowed_dtype
+from tdbridge.convert.sharing import Paths, lines, narrowed_dtype
 from tdbridge.errors import NarrowingError
 from tdbridge.layout.dtypes import dtype_of
-from tdbridge.layout.spec import Path, path_str
 
 Narrow = Literal["exact", "allow", "never"]
 
 
-def narrowed(
-    paths: Sequence[Path], tensors: Sequence[torch.Tensor], narrow: Narrow
-) -> list[torch.Tensor]:
+def narrowed(paths: Paths, tensors: Sequence[torch.Tensor], narrow: Narrow) -> list[torch.Tensor]:
     """The tensors, those that JAX would narrow cast to 32 bits; the others are the same objects.
 
     Raises:
         NarrowingError: values would be lost; the error lists every such leaf.
     """
-    problems, results = [], []
-    for path, tensor in zip(paths, tensors, strict=True):
-        target = narrowed_dtype(tensor.dtype)
-        problem = None if target is None else _problem(tensor, narrow)
-        if problem is not None:
-            problems.append(f"  {path_str(path)}: {problem}")
-        elif target is None:
-            results.append(tensor)
-        else:
-            results.append(tensor.to(dtype_of(target).in_torch))
-    if problems:
-        raise NarrowingError(_message(problems))
-    return results
+    targets = [narrowed_dtype(tensor.dtype) for tensor in tensors]
+    problems = [
+        None if target is None else _problem(tensor, narrow)
+        for tensor, target in zip(tensors, targets, strict=True)
+    ]
+    if any(problems):
+        raise NarrowingError(_message(lines(paths(), problems)))
+    return [
+        tensor if target is None else tensor.to(dtype_of(target).in_torch)
+        for tensor, target in zip(tensors, targets, strict=True)
+    ]
 
 
 def _problem(tensor: torch.Tensor, narrow: Narrow) -> str | None:
     name = dtype_of(tensor.dtype).name
     if narrow == "never":
-        return f'got {name}, and narrow="never".'
+        return f'got {name}, and narrow="never"'
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        return None if narrow == "allow" else f"got {name}, which would be rounded."
+        return None if narrow == "allow" else f"got {name}, which would be rounded"
     low, high = _range(tensor)
     bounds = torch.iinfo(torch.int32 if tensor.dtype == torch.int64 else torch.uint32)
     if bounds.min <= low and high <= bounds.max:
         return None
     # Not even narrow="allow" wraps an integer: that is no rounding.
-    return f"got {name} with values from {low} to {high}, which do not fit in 32 bits."
+    return f"got {name} with values from {low} to {high}, which do not fit in 32 bits"
 
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
@@ -64,9 +59,9 @@ def _range(tensor: torch.Tensor) -> tuple[int, int]:
     return int(low) + 2**63, int(high) + 2**63
 
 
-def _message(problems: Sequence[str]) -> str:
+def _message(problems: str) -> str:
     return (
-        "64-bit leaves do not fit in JAX while x64 is off:\n" + "\n".join(problems) + "\n"
+        f"64-bit leaves do not fit in JAX while x64 is off:\n{problems}\n"
         'Turn x64 on (jax.config.update("jax_enable_x64", True), or `with jax.enable_x64(True):`), '
         'cast the leaf in torch first, or pass narrow="allow", which rounds floating-point leaves.'
     )

@@ -1,16 +1,17 @@
 """Will this leaf share memory? If not, why; and what cannot cross at all."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import torch
 from jax.core import Tracer
+from jax.sharding import SingleDeviceSharding
 
-from tdbridge._compat.torch import why_not_dense
+from tdbridge._compat.torch import all_plain, why_not_dense
 from tdbridge.errors import CopyError, LeafTypeError
-from tdbridge.layout.dtypes import NARROWED, DType, dtype_of
+from tdbridge.layout.dtypes import NARROWED, TABLE, DType, dtype_of
 from tdbridge.layout.spec import ALIGNMENT, Path, path_str
 
 
@@ -18,10 +19,35 @@ def why_not_to_jax(leaf: torch.Tensor | np.ndarray) -> str | None:
     """Why a tensor or a numpy array cannot become a jax array at all, or None when it can."""
     if isinstance(leaf, torch.Tensor) and (reason := why_not_dense(leaf)) is not None:
         return reason
-    dtype = _known(leaf.dtype)
-    if dtype is None or dtype.numpy is None or dtype.torch is None:
-        return f"dtype {leaf.dtype}, which does not cross: view it as an integer dtype"
-    return None
+    if isinstance(leaf, np.ma.MaskedArray):
+        return _MASKED
+    return _why_not_dtype(leaf.dtype, "JAX and torch do not share")
+
+
+_MASKED = "a MaskedArray, whose mask would be lost: call `filled(...)`, or pass data and mask"
+
+
+def _why_not_dtype(dtype: Any, fault: str) -> str | None:
+    row = _known(dtype)
+    if row is not None and row.numpy is not None and row.torch is not None:
+        return None
+    if row is None and isinstance(dtype, np.dtype):
+        return f"dtype {dtype}, which is no number: keep it outside of the tree"
+    return f"dtype {dtype}, which {fault}: cast it, or view it as an integer dtype"
+
+
+def all_on_one_device(arrays: Sequence[Any]) -> bool:
+    """Whether all are concrete jax arrays that can be shared with torch, judged at once.
+
+    False says nothing of the single array: ask `why_not_to_torch` of each.
+    """
+    return (
+        all(issubclass(t, jax.Array) and not issubclass(t, Tracer) for t in {*map(type, arrays)})
+        and {array.dtype for array in arrays} <= _CARRIED_NUMPY
+        and {type(array.sharding) for array in arrays} <= {SingleDeviceSharding}
+        and not any(array.is_deleted() for array in arrays)
+        and jax.process_count() == 1
+    )
 
 
 def why_not_to_torch(array: Any) -> str | None:
@@ -31,11 +57,27 @@ def why_not_to_torch(array: Any) -> str | None:
     if isinstance(array, jax.Array):
         if (reason := _why_not_readable(array)) is not None:
             return reason
-    elif not isinstance(array, np.ndarray):
+    elif isinstance(array, np.ma.MaskedArray):
+        return _MASKED
+    elif not isinstance(array, (np.ndarray, np.generic)):
         return f"a {type(array).__name__}, which holds no values"
-    dtype = _known(array.dtype)
-    if dtype is None or dtype.torch is None:
-        return f"dtype {array.dtype}, which torch does not have: cast it, or view it as an integer"
+    return _why_not_dtype(array.dtype, "torch does not have")
+
+
+def why_numpy_copied(array: np.ndarray) -> str | None:
+    """Why a tensor cannot share the memory of a numpy array, or None when it can.
+
+    torch knows no negative strides (`torch.from_dlpack` ends the process), no foreign byte order
+    and no read-only memory.
+    """
+    if not array.dtype.isnative:
+        return f"its byte order is {array.dtype.byteorder!r}"
+    if not array.flags.writeable:
+        return "it is read-only"
+    if any(stride < 0 for stride in array.strides):
+        return f"it has negative strides {array.strides}"
+    if any(stride % array.itemsize for stride in array.strides):
+        return f"its strides {array.strides} are no multiples of its {array.itemsize} bytes"
     return None
 
 
@@ -74,57 +116,76 @@ def why_copied(tensor: torch.Tensor) -> str | None:
         return "its conjugate bit has to be resolved"
     if tensor.numel() == 0:
         return None
-    if not is_dense(tensor):
-        return f"its strides {tuple(tensor.stride())} leave gaps or overlap"
+    if not tensor.is_contiguous():
+        # JAX could take a transposed tensor with its layout, but programs compiled for the default
+        # layout then read its elements in the wrong order.
+        return f"its strides {tuple(tensor.stride())} are not row-major"
     if tensor.device.type == "cpu" and tensor.data_ptr() % ALIGNMENT:
         return f"it starts {tensor.data_ptr() % ALIGNMENT} bytes past a multiple of {ALIGNMENT}"
     return None
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill one block of memory, in any order of the dimensions."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    dims = zip(tensor.stride(), tensor.shape, strict=True)
-    for stride, size in sorted(item for item in dims if item[1] != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+def all_carried(leaves: Sequence[Any]) -> bool:
+    """Whether all leaves are plain tensors of dtypes that cross, judged at once.
+
+    False says nothing of the single leaf: ask `why_not_to_jax` of each.
+    """
+    return all_plain(leaves) and {leaf.dtype for leaf in leaves} <= _CARRIED
 
 
-def refuse(problems: Iterable[tuple[Path, str | None]], verb: str) -> None:
+_CARRIED = {row.torch for row in TABLE if row.torch is not None and row.numpy is not None}
+_CARRIED_NUMPY = {row.numpy for row in TABLE if row.torch is not None and row.numpy is not None}
+
+
+def all_shared(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all (carried, detached) tensors can be shared as they are, judged at once."""
+    return (
+        not any(narrowed_dtype(dtype) for dtype in {tensor.dtype for tensor in tensors})
+        and all(map(torch.Tensor.is_contiguous, tensors))
+        and not any(pointer % ALIGNMENT for pointer in map(torch.Tensor.data_ptr, tensors))
+        and not any(map(torch.Tensor.is_neg, tensors))
+        and not any(map(torch.Tensor.is_conj, tensors))
+    )
+
+
+Paths = Callable[[], Sequence[Path]]
+"""Gives the path of each leaf, for an error."""
+
+
+def refuse(paths: Paths, reasons: Sequence[str | None], verb: str) -> None:
     """Raises one error that lists every leaf that cannot be converted.
 
     Args:
-        problems: each leaf's path, and why it cannot be, or None.
+        paths: gives each leaf's path.
+        reasons: why each leaf cannot be converted, or None.
         verb: what was tried.
 
     Raises:
-        LeafTypeError: there is at least one.
+        LeafTypeError: there is at least one reason.
     """
-    if lines := _lines("got ", problems):
-        raise LeafTypeError(f"{verb} cannot carry:\n{lines}")
+    if any(reasons):
+        raise LeafTypeError(f"{verb} cannot carry:\n{lines(paths(), reasons, 'got ')}")
 
 
-def refuse_copies(copies: Iterable[tuple[Path, str | None]]) -> None:
+def refuse_copies(paths: Paths, reasons: Sequence[str | None], advice: str) -> None:
     """Raises one error that lists every leaf that `copy=False` forbids.
 
     Args:
-        copies: each leaf's path, and why it would be copied, or None.
+        paths: gives each leaf's path.
+        reasons: why each leaf would be copied, or None.
+        advice: what to do.
 
     Raises:
-        CopyError: there is at least one.
+        CopyError: there is at least one reason.
     """
-    if lines := _lines("", copies):
+    if any(reasons):
         raise CopyError(
-            f"copy=False, but these leaves cannot share memory:\n{lines}\n"
-            "Use copy=None, or tdbridge.consolidate(td), which aligns every leaf."
+            "copy=False, but these leaves cannot share memory:\n"
+            f"{lines(paths(), reasons)}\n{advice}"
         )
 
 
-def _lines(prefix: str, problems: Iterable[tuple[Path, str | None]]) -> str:
-    return "\n".join(
-        f"  {path_str(path)}: {prefix}{reason}." for path, reason in problems if reason is not None
-    )
+def lines(paths: Sequence[Path], reasons: Sequence[str | None], prefix: str = "") -> str:
+    """One line per leaf that has a reason."""
+    pairs = zip(paths, reasons, strict=True)
+    return "\n".join(f"  {path_str(p)}: {prefix}{why}." for p, why in pairs if why is not None)

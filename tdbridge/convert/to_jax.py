@@ -1,6 +1,6 @@
 """torch -> JAX."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -8,10 +8,18 @@ import numpy as np
 import torch
 
 from tdbridge.convert.dlpack import numpy_to_tensor, shares_memory, tensors_to_arrays
-from tdbridge.convert.leaves import take_apart
+from tdbridge.convert.leaves import replace_some, take_apart
 from tdbridge.convert.narrowing import Narrow, narrowed
-from tdbridge.convert.sharing import refuse, refuse_copies, why_copied, why_not_to_jax
-from tdbridge.layout.spec import Path
+from tdbridge.convert.sharing import (
+    Paths,
+    all_carried,
+    all_shared,
+    refuse,
+    refuse_copies,
+    why_copied,
+    why_not_to_jax,
+    why_numpy_copied,
+)
 from tdbridge.pytrees.nodes import arraydict_of
 
 
@@ -26,9 +34,10 @@ def to_jax(
     """Converts every tensor of `tree` to a jax array; TensorDicts become ArrayDicts.
 
     On the CPU a leaf shares memory with its tensor when the tensor starts on a multiple of 64
-    bytes and is dense (transposed is fine). Then a later in-place write in torch changes the
-    array, and JAX, which takes arrays for constant, may or may not see it: do not write to a tensor
-    that JAX still reads. Everything else is copied once. Leaves are detached from autograd.
+    bytes and is C-contiguous. Then a later in-place write in torch changes the array, and JAX,
+    which takes arrays for constant, may or may not see it: do not write to a tensor that JAX still
+    reads. Call `share_memory_()` before the conversion: after it, the tensor moves and the array
+    stays on the old memory. Everything else is copied once. Leaves are detached from autograd.
 
     Nothing moves between devices unless `device` or `sharding` asks for it, and the arrays are
     uncommitted unless one of them does, so that they mix with mesh-sharded parameters.
@@ -63,19 +72,22 @@ def to_jax(
         (True, dtype('int32'))
     """
     _check_arguments(copy, device, sharding, narrow)
-    leaves, put_together = take_apart(tree)
-    new = [leaf.value for leaf in leaves]
-    at = [i for i, leaf in enumerate(new) if isinstance(leaf, (torch.Tensor, np.ndarray))]
-    paths = [leaves[i].path for i in at]
-    tensors = _as_tensors(paths, [new[i] for i in at])
-    arrays = _convert(paths, tensors, copy, narrow)
-    for i, array in zip(at, _placed(arrays, device or sharding), strict=True):
-        new[i] = array
-    return put_together(new, arraydict_of)
+    parts = take_apart(tree)
+
+    def convert(leaves: list[Any], paths: Paths) -> Sequence[jax.Array]:
+        return _convert(leaves, paths, copy, narrow)
+
+    new = _placed(replace_some(parts, crosses_to_jax, convert), device or sharding)
+    return parts.put_together(new, arraydict_of)
+
+
+def crosses_to_jax(kind: type, _loose: bool) -> bool:
+    """Whether a leaf of this type crosses; everything else stays as it is."""
+    return issubclass(kind, (torch.Tensor, np.ndarray))
 
 
 def _check_arguments(copy: Any, device: Any, sharding: Any, narrow: str) -> None:
-    if copy not in (None, True, False):
+    if copy is not None and not isinstance(copy, bool):
         raise ValueError(f"copy is None, True or False, got {copy!r}.")
     if device is not None and sharding is not None:
         raise ValueError("pass `device` or `sharding`, not both.")
@@ -87,48 +99,70 @@ def _check_arguments(copy: Any, device: Any, sharding: Any, narrow: str) -> None
         )
 
 
-def _as_tensors(paths: Sequence[Path], leaves: Sequence[Any]) -> list[torch.Tensor]:
-    reasons = [why_not_to_jax(leaf) for leaf in leaves]
-    refuse(zip(paths, reasons, strict=True), "to_jax")
-    return [
-        numpy_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf.detach() for leaf in leaves
-    ]
-
-
 def _convert(
-    paths: Sequence[Path], tensors: Sequence[torch.Tensor], copy: bool | None, narrow: Narrow
-) -> list[jax.Array]:
-    reasons = [why_copied(tensor) for tensor in tensors]
-    narrow_tensors = narrowed(paths, tensors, narrow)
+    leaves: Sequence[Any], paths: Paths, copy: bool | None, narrow: Narrow
+) -> Sequence[jax.Array]:
+    if all_carried(leaves):
+        tensors = list(map(torch.Tensor.detach, leaves))
+        ready = not copy and all_shared(tensors)
+    else:
+        refuse(paths, [why_not_to_jax(leaf) for leaf in leaves], "to_jax")
+        tensors, ready = list(map(_detached, leaves)), False
+    if not ready:
+        if copy is False:
+            _refuse_copies(paths, [*map(why_copied_to_jax, leaves)])
+        wide, tensors = tensors, narrowed(paths, tensors, narrow)
+        tensors = [
+            _ready(new, new is not old, copy) for old, new in zip(wide, tensors, strict=True)
+        ]
+    arrays = tensors_to_arrays(tensors)
     if copy is False:
-        refuse_copies(zip(paths, reasons, strict=True))
-    ready = [
-        _ready(new, copied=new is not old, copy=copy)
-        for old, new in zip(tensors, narrow_tensors, strict=True)
-    ]
-    arrays = tensors_to_arrays(ready)
-    if copy is False:
-        refuse_copies(_not_shared(paths, ready, arrays))
+        _refuse_copies(paths, _not_shared(tensors, arrays))
     return arrays
 
 
-def _ready(tensor: torch.Tensor, *, copied: bool, copy: bool | None) -> torch.Tensor:
+def _detached(leaf: Any) -> torch.Tensor:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else numpy_to_tensor(leaf)
+
+
+def why_copied_to_jax(leaf: torch.Tensor | np.ndarray) -> str | None:
+    """Why `to_jax` copies a leaf that it carries, or None when the array shares its memory."""
+    if isinstance(leaf, torch.Tensor):
+        return why_copied(leaf)
+    return why_numpy_copied(leaf) or why_copied(numpy_to_tensor(leaf))
+
+
+def _refuse_copies(paths: Paths, reasons: Sequence[str | None]) -> None:
+    wide = any("x64" in reason for reason in reasons if reason)
+    x64 = "; with x64 on, 64-bit leaves are shared" if wide else ""
+    refuse_copies(
+        paths, reasons, f"Use copy=None, or tdbridge.consolidate(td), which aligns every leaf{x64}."
+    )
+
+
+def _ready(tensor: torch.Tensor, copied: bool, copy: bool | None) -> torch.Tensor:
     """`tensor` itself where its memory can be shared, else a fresh, aligned copy."""
     if (copy and not copied) or why_copied(tensor) is not None:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     return tensor
 
 
-def _not_shared(
-    paths: Sequence[Path], tensors: Sequence[torch.Tensor], arrays: Sequence[jax.Array]
-) -> Iterable[tuple[Path, str | None]]:
+def _not_shared(tensors: Sequence[torch.Tensor], arrays: Sequence[jax.Array]) -> list[str | None]:
     """That JAX shares memory is seen, not promised: compare the pointers."""
-    for path, tensor, array in zip(paths, tensors, arrays, strict=True):
-        shared = shares_memory(tensor, array)
-        yield path, None if shared else "this version of JAX copied it all the same"
+    return [
+        None if shares_memory(tensor, array) else "this version of JAX copied it all the same"
+        for tensor, array in zip(tensors, arrays, strict=True)
+    ]
 
 
-def _placed(arrays: Sequence[jax.Array], target: Any) -> Sequence[jax.Array]:
+def _placed(leaves: Sequence[Any], target: Any) -> Sequence[Any]:
+    """All jax arrays of the tree on the device or sharding that was asked for."""
+    if target is None:
+        return leaves
     if isinstance(target, str):
-        target = jax.devices(target)[0]
-    return arrays if target is None else jax.device_put(list(arrays), target)
+        target = jax.local_devices(backend=target)[0]
+    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+    placed = list(leaves)
+    for i, array in zip(at, jax.device_put([leaves[i] for i in at], target), strict=True):
+        placed[i] = array
+    return placed

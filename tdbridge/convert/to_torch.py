@@ -1,14 +1,23 @@
 """JAX -> torch."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import torch
+from jax.core import Tracer
 
-from tdbridge.convert.dlpack import array_to_tensor, numpy_to_tensor
-from tdbridge.convert.leaves import Leaf, take_apart
-from tdbridge.convert.sharing import refuse, refuse_copies, why_not_to_torch
+from tdbridge.convert.dlpack import arrays_to_tensors, numpy_to_tensor
+from tdbridge.convert.leaves import replace_some, take_apart
+from tdbridge.convert.sharing import (
+    Paths,
+    all_on_one_device,
+    refuse,
+    refuse_copies,
+    why_not_to_torch,
+    why_numpy_copied,
+)
 from tdbridge.layout.tree import rebuild
 
 
@@ -44,49 +53,54 @@ def to_torch(tree: Any, *, copy: bool | None = None, device: Any = None) -> Any:
         >>> td["x"].data_ptr() == ad["x"].unsafe_buffer_pointer(), td.batch_size
         (True, torch.Size([4]))
     """
-    if copy not in (None, True, False):
+    if copy is not None and not isinstance(copy, bool):
         raise ValueError(f"copy is None, True or False, got {copy!r}.")
     if copy is False and device is not None:
         raise ValueError("copy=False shares memory where it is: it goes with no device.")
-    leaves, put_together = take_apart(tree)
-    new = [leaf.value for leaf in leaves]
-    at = [i for i, leaf in enumerate(leaves) if _crosses(leaf)]
-    refuse(((leaves[i].path, why_not_to_torch(new[i])) for i in at), "to_torch")
-    copies = [_why_copied(new[i]) for i in at]
-    if copy is False:
-        refuse_copies((leaves[i].path, why) for i, why in zip(at, copies, strict=True))
-    jax.block_until_ready([new[i] for i in at])
-    for i, why in zip(at, copies, strict=True):
-        tensor = _convert(new[i], copied=why is not None, copy=copy)
-        new[i] = tensor if device is None else tensor.to(device)
-    return put_together(new, rebuild)
+    parts = take_apart(tree)
+
+    def convert(leaves: list[Any], paths: Paths) -> Sequence[torch.Tensor]:
+        tensors = _convert(leaves, paths, copy)
+        return tensors if device is None else [tensor.to(device) for tensor in tensors]
+
+    return parts.put_together(replace_some(parts, crosses_to_torch, convert), rebuild)
 
 
-def _crosses(leaf: Leaf) -> bool:
+def crosses_to_torch(kind: type, loose: bool) -> bool:
     """Every array, and whatever else a tensordict holds: it could not stay there."""
-    if isinstance(leaf.value, torch.Tensor):
+    if issubclass(kind, torch.Tensor):
         return False
-    return leaf.in_node or isinstance(leaf.value, (jax.Array, np.ndarray))
+    return not loose or issubclass(kind, (jax.Array, np.ndarray, Tracer))
 
 
-def _why_copied(array: jax.Array | np.ndarray) -> str | None:
-    """Why the tensor cannot share the memory of `array`, or None when it can."""
-    if isinstance(array, jax.Array):
-        if array.is_fully_replicated:  # on one device, or whole on each of several
-            return None
-        return f"it is split over {len(array.sharding.device_set)} devices"
-    if not array.flags.writeable:
-        return "it is read-only"
-    if any(stride < 0 for stride in array.strides):
-        return f"it has negative strides {array.strides}"
-    return None if array.dtype.isnative else f"its byte order is {array.dtype.byteorder!r}"
+def _convert(arrays: Sequence[Any], paths: Paths, copy: bool | None) -> list[torch.Tensor]:
+    if all_on_one_device(arrays):
+        tensors = arrays_to_tensors(arrays)
+        return [tensor.clone() for tensor in tensors] if copy else tensors
+    refuse(paths, [why_not_to_torch(array) for array in arrays], "to_torch")
+    reasons = [why_copied_to_torch(array) for array in arrays]
+    if copy is False:
+        refuse_copies(paths, reasons, "Use copy=None.")
+    return [
+        _convert_one(array, copied=reason is not None, copy=copy)
+        for array, reason in zip(arrays, reasons, strict=True)
+    ]
 
 
-def _convert(array: jax.Array | np.ndarray, *, copied: bool, copy: bool | None) -> torch.Tensor:
-    if isinstance(array, np.ndarray):
+def why_copied_to_torch(array: Any) -> str | None:
+    """Why `to_torch` copies a leaf that it carries, or None when the tensor shares its memory."""
+    if not isinstance(array, jax.Array):
+        return why_numpy_copied(np.asarray(array))
+    if array.is_fully_replicated:  # on one device, or whole on each of several
+        return None
+    return f"it is split over {len(array.sharding.device_set)} devices"
+
+
+def _convert_one(array: Any, *, copied: bool, copy: bool | None) -> torch.Tensor:
+    if not isinstance(array, jax.Array):
         tensor = numpy_to_tensor(array)
     elif copied:
         tensor = numpy_to_tensor(np.asarray(array))
     else:
-        tensor = array_to_tensor(array.addressable_data(0))
+        (tensor,) = arrays_to_tensors([array.addressable_data(0)])
     return tensor.clone() if copy and not copied else tensor

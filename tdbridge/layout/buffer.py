@@ -2,21 +2,22 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path as FilePath
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tdbridge._compat import tensordict as compat
-from tdbridge._compat.torch import copy_all, why_not_dense
+from tdbridge._compat.torch import all_plain, copy_all, why_not_dense
 from tdbridge.errors import LayoutError, LeafTypeError
+from tdbridge.layout.allocate import allocate
 from tdbridge.layout.dtypes import dtype_of
 from tdbridge.layout.plan import plan_of
-from tdbridge.layout.spec import ALIGNMENT, Layout, Path, path_str
+from tdbridge.layout.spec import ALIGNMENT, Layout, LeafSpec, Path, path_str
 from tdbridge.layout.stock import file_suffix, stock_metadata
-from tdbridge.layout.tree import Node, rebuild, tree_of, walk_leaves
+from tdbridge.layout.tree import Node, leaves_of, paths_of, rebuild, tree_of
 
 
 def consolidate(
@@ -30,13 +31,13 @@ def consolidate(
 
     The result is what stock `td.consolidate(metadata=True)` gives, laid out so that JAX can share
     it: every leaf starts on a multiple of 64 bytes, leaves of a dtype lie together, padding is
-    zero. Stock tensordict pickles, sends, moves and loads it as its own. float8 leaves, and nested
-    tensordicts with one of stock's own key names (`"size"`, `"leaves"`, ...), are laid out too,
-    but stock's compact pickle cannot describe them, so that it pickles them leaf by leaf.
+    zero. Stock tensordict pickles, sends, moves and loads it as its own. So it does with float8
+    leaves and with nested tensordicts that have one of stock's own key names (`"size"`, `"cls"`,
+    ...), which stock alone cannot describe: the process that reads them has to import tdbridge.
 
-    `td` is neither changed nor locked, and shares no memory with the result. A tree that lies in
-    such a buffer already is returned as it is, as stock does. Gradients are not carried: the
-    leaves are detached, and conjugate and negative bits resolved.
+    `td` is neither changed nor locked, and shares no memory with the result. A tree that is the
+    whole of such a buffer already is returned itself, as stock does, locked. Gradients are not
+    carried: the leaves are detached, and conjugate and negative bits resolved.
 
     Args:
         td: a TensorDict or a tensorclass of dense tensors.
@@ -44,7 +45,8 @@ def consolidate(
             reads. It is written beside and renamed; the result maps it, so in-place writes to the
             result reach the file. An existing file is replaced; those who map it keep the old one.
         device: where the buffer lives; the device of the leaves by default.
-        out: a result of this function with the same layout, to be filled again in place.
+        out: a result of this function with the same layout, to be filled again in place; its
+            buffer is kept, so that it goes with neither `filename` nor `device`.
 
     Returns:
         A locked tree of the class of `td`, with its keys (in their order), batch sizes, names,
@@ -53,7 +55,8 @@ def consolidate(
     Raises:
         LeafTypeError: a leaf is not a dense tensor (sparse, nested, DTensor, a jax array, ...).
         LayoutError: the leaves lie on several devices and `device` is not given; `out` has
-            another layout; or a non-tensor entry cannot be written to the file.
+            another layout, lies in no such buffer or comes with another argument; or the file
+            cannot hold a non-tensor entry, a dtype, a class or a name.
 
     Example:
         >>> import torch
@@ -64,19 +67,28 @@ def consolidate(
         (True, [0, 0])
     """
     tree = tree_of(td)
-    layout, order = plan_of(tree)
     leaves = _checked_leaves(tree)
+    layout, order = plan_of(tree)
     if out is not None:
+        if filename is not None or device is not None:
+            raise LayoutError("got `out` with `filename` or `device`: the buffer of `out` is kept.")
         return _refill(out, layout, order, leaves)
     target = torch.device(device) if device is not None else _device_of(tree, leaves)
-    if filename is None and _lies_in_buffer(td, layout, order, leaves, target):
-        return td
+    if filename is None:
+        storage = buffer_under(td, layout, order, leaves)
+        if storage is not None and storage.device == target:
+            # Written anew: stock lets a new batch size of a nested tensordict pass it by.
+            return _declare(td, tree, layout, storage)
     suffix = b"" if filename is None else file_suffix(tree, layout)
-    storage, commit = _allocate(layout, target, filename, suffix)
-    views = views_of(layout, storage)
-    copy_all(ordered := [views[i] for i in order], leaves)
-    commit()
-    return _declare(tree, ordered, storage, layout)
+    with allocate(layout, target, filename, suffix) as storage:
+        views = views_of(layout, storage)
+        copy_all(ordered := [views[i] for i in order], leaves)
+    return _declare(rebuild(tree, iter(ordered), storage.device), tree, layout, storage)
+
+
+def _declare(td: Any, tree: Node, layout: Layout, storage: Tensor) -> Any:
+    compat.set_consolidated(td, storage, stock_metadata(tree, layout))
+    return td.lock_()
 
 
 def views_of(layout: Layout, storage: Tensor) -> list[Tensor]:
@@ -112,94 +124,56 @@ def _strides(layout: Layout) -> tuple[tuple[str, tuple[int, ...], tuple[int, ...
 
 
 def _checked_leaves(tree: Node) -> list[Tensor]:
-    leaves = []
-    for path, leaf in walk_leaves(tree):
-        if not isinstance(leaf, Tensor):
-            raise LeafTypeError(
-                f"{path_str(path)}: got a {type(leaf).__module__}.{type(leaf).__name__}, not a "
-                "torch tensor. Call tdbridge.to_torch(td) first."
-            )
-        if (reason := why_not_dense(leaf)) is not None:
-            raise LeafTypeError(f"{path_str(path)}: got {reason}.")
-        leaves.append(leaf.detach())
+    leaves = leaves_of(tree)
+    if not all_plain(leaves):
+        for path, leaf in zip(paths_of(tree), leaves, strict=True):
+            _check_leaf(path, leaf)
     return leaves
+
+
+def _check_leaf(path: Path, leaf: Any) -> None:
+    if not isinstance(leaf, Tensor):
+        raise LeafTypeError(
+            f"{path_str(path)}: got a {type(leaf).__module__}.{type(leaf).__name__}, not a torch "
+            "tensor. Call tdbridge.to_torch(td) first."
+        )
+    if (reason := why_not_dense(leaf)) is not None:
+        raise LeafTypeError(f"{path_str(path)}: got {reason}.")
 
 
 def _device_of(tree: Node, leaves: Sequence[Tensor]) -> torch.device:
     devices = {leaf.device for leaf in leaves}
     if len(devices) > 1:
-        where: dict[str, Path] = {str(leaf.device): path for path, leaf in walk_leaves(tree)}
+        pairs = zip(paths_of(tree), leaves, strict=True)
+        where: dict[str, Path] = {str(leaf.device): path for path, leaf in pairs}
         listed = ", ".join(f"{path_str(path)} on {name}" for name, path in sorted(where.items()))
         raise LayoutError(f"the leaves lie on several devices ({listed}): pass `device=`.")
     declared = getattr(tree.source, "device", None)
     return next(iter(devices), declared or torch.device("cpu"))
 
 
-def _allocate(
-    layout: Layout, device: torch.device, filename: Any, suffix: bytes
-) -> tuple[Tensor, Any]:
-    """The buffer with its padding zeroed, and what to call when the leaves are in it."""
-    if filename is None:
-        # torch's CPU and CUDA allocators align to 64 bytes or more.
-        storage, commit = torch.empty(layout.nbytes, dtype=torch.uint8, device=device), _nothing
-    else:
-        storage, commit = _allocate_file(layout, device, FilePath(filename), suffix)
-    gaps = _gaps(layout)
-    if len(gaps):
-        storage.index_fill_(0, gaps.to(storage.device), 0)
-    return storage, commit
+def buffer_under(
+    td: Any, layout: Layout, order: Sequence[int], leaves: Sequence[Tensor]
+) -> Tensor | None:
+    """The whole buffer that `td` lies in just as `layout` says, or None.
 
-
-def _nothing() -> None:
-    pass
-
-
-def _allocate_file(
-    layout: Layout, device: torch.device, filename: FilePath, suffix: bytes
-) -> tuple[Tensor, Any]:
-    if device.type != "cpu":
-        raise LayoutError(f"got device={str(device)!r} with filename: a file is mapped by the CPU.")
-    beside = filename.with_name(f".{filename.name}.{os.getpid()}.tmp")
-    with beside.open("wb") as file:
-        file.truncate(layout.nbytes)
-        file.seek(layout.nbytes)
-        file.write(suffix)
-    size = layout.nbytes + len(suffix)
-    mapped = torch.from_file(str(beside), shared=True, size=size, dtype=torch.uint8)
-
-    def commit() -> None:
-        with beside.open("rb") as file:
-            os.fsync(file.fileno())
-        beside.replace(filename)
-
-    return mapped[: layout.nbytes], commit
-
-
-@lru_cache(maxsize=256)
-def _gaps(layout: Layout) -> Tensor:
-    """The indices of the padding bytes."""
-    ends = [*(leaf.offset for leaf in layout.leaves), layout.nbytes][1:]
-    ranges = [range(leaf.stop, end) for leaf, end in zip(layout.leaves, ends, strict=True)]
-    return torch.tensor([i for gap in ranges for i in gap], dtype=torch.int64)
-
-
-def _lies_in_buffer(
-    td: Any, layout: Layout, order: Sequence[int], leaves: Sequence[Tensor], device: torch.device
-) -> bool:
-    """Whether `td` is consolidated already and just as `layout` says."""
+    A part of a consolidated tree has the buffer of the whole, of another size.
+    """
     storage = compat.consolidated_storage(td)
-    if storage is None or storage.device != device or storage.storage_offset() != 0:
-        return False
+    if storage is None or storage.storage_offset() != 0 or storage.numel() != layout.nbytes:
+        return None
     base = storage.data_ptr()
-    return (
-        (device.type != "cpu" or base % ALIGNMENT == 0)
-        and storage.numel() >= layout.nbytes
-        and all(
-            leaf.is_contiguous() and leaf.data_ptr() == base + layout.leaves[i].offset
-            for i, leaf in zip(order, leaves, strict=True)
-            if leaf.numel()
-        )
-    )
+    if storage.device.type == "cpu" and base % ALIGNMENT:
+        return None
+    places = [base + offset if size else 0 for offset, size in _extents(layout)]
+    # An empty tensor has no address, which torch calls 0.
+    in_place = list(map(Tensor.data_ptr, leaves)) == [places[i] for i in order]
+    return storage if in_place and all(map(Tensor.is_contiguous, leaves)) else None
+
+
+@lru_cache(maxsize=1024)
+def _extents(layout: Layout) -> tuple[tuple[int, int], ...]:
+    return tuple((leaf.offset, leaf.nbytes) for leaf in layout.leaves)
 
 
 def _refill(out: Any, layout: Layout, order: Sequence[int], leaves: Sequence[Tensor]) -> Any:
@@ -207,8 +181,11 @@ def _refill(out: Any, layout: Layout, order: Sequence[int], leaves: Sequence[Ten
     out_layout, out_order = plan_of(target)
     if out_layout != layout:
         raise LayoutError(f"`out` has another layout: {first_difference(out_layout, layout)}.")
+    out_leaves = leaves_of(target)
+    if buffer_under(out, layout, out_order, out_leaves) is None:
+        raise LayoutError(f"`out`, a {type(out).__name__}, is no result of tdbridge.consolidate.")
     slots: list[Any] = [None] * len(leaves)
-    for i, (_, leaf) in zip(out_order, walk_leaves(target), strict=True):
+    for i, leaf in zip(out_order, out_leaves, strict=True):
         slots[i] = leaf
     copy_all([slots[i] for i in order], leaves)
     return out
@@ -219,12 +196,12 @@ def first_difference(got: Layout, expected: Layout) -> str:
     for name in ("nodes", "leaves"):
         left, right = ({x.path: x for x in getattr(side, name)} for side in (got, expected))
         for path in sorted(left.keys() | right.keys()):
-            if left.get(path) != right.get(path):
-                return f"at {path_str(path)}: got {left.get(path)}, expected {right.get(path)}"
+            one, other = left.get(path), right.get(path)
+            if _without_place(one) != _without_place(other):
+                return f"at {path_str(path)}: got {one}, expected {other}"
     return "none"
 
 
-def _declare(tree: Node, views: Sequence[Tensor], storage: Tensor, layout: Layout) -> Any:
-    result = rebuild(tree, iter(views), storage.device)
-    compat.set_consolidated(result, storage, stock_metadata(tree, layout, storage.device))
-    return result.lock_()
+def _without_place(spec: Any) -> Any:
+    """The place of a leaf follows from the leaves before it."""
+    return replace(spec, offset=0) if isinstance(spec, LeafSpec) else spec

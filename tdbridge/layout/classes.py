@@ -1,16 +1,18 @@
 """Which classes a node can have, and their names outside the process."""
 
 import sys
-from operator import attrgetter
+from typing import Any
 
-from tensordict import TensorDict, is_tensorclass
+from tensordict import NonTensorData, TensorDict, TypedTensorDict, is_tensorclass
 
 from tdbridge.errors import LayoutError
 
 
 def is_supported(cls: type) -> bool:
     """Whether a node can be of class `cls`: TensorDict, its subclasses, and tensorclasses."""
-    return issubclass(cls, TensorDict) or is_tensorclass(cls)
+    return issubclass(cls, (TensorDict, TypedTensorDict)) or (
+        is_tensorclass(cls) and not issubclass(cls, NonTensorData)
+    )
 
 
 def class_name(cls: type) -> str:
@@ -27,10 +29,10 @@ def class_from_name(name: str) -> type:
     if name == "TensorDict":
         return TensorDict
     module, _, qualname = name.partition(":")
-    try:
-        cls = attrgetter(qualname)(sys.modules[module])
-    except (KeyError, AttributeError):
-        cls = None
+    cls: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        # Not `getattr`: a module may import another one when it is asked for it.
+        cls = getattr(cls, "__dict__", {}).get(part)
     if not (isinstance(cls, type) and is_supported(cls)):
         raise LayoutError(
             f"got class {name!r}, which is not defined in this process. "

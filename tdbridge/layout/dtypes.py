@@ -103,6 +103,8 @@ def dtype_of(dtype: object) -> DType:
         8
     """
     found = _KNOWN.get(dtype)
+    if found is None and isinstance(dtype, np.dtype):
+        found = _KNOWN.get(dtype.newbyteorder("="))  # a foreign byte order is the same dtype
     if found is None:
         raise LeafTypeError(f"got dtype {dtype!r}, which is none of {', '.join(_BY_NAME)}.")
     return found

@@ -1,6 +1,7 @@
 """Tree -> Layout, computed once per structure."""
 
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -49,22 +50,29 @@ def plan_of(node: Node) -> Plan:
     return _plan(_signature(node))
 
 
-def _signature(node: Node) -> tuple[Any, ...]:
+_dtype, _shape = attrgetter("dtype"), attrgetter("shape")
+
+
+def _signature(node: Node, path: Path = ()) -> tuple[Any, ...]:
     """All that the layout depends on, plus the tree's own order, hashable."""
-    items = tuple(
-        (key, _signature(value)) if isinstance(value, Node) else (key, *_type_of(key, value))
-        for key, value in node.children
-    )
-    return node.cls, node.batch_size, node.names, node.constants, items
-
-
-def _type_of(key: str, leaf: Any) -> tuple[Any, Any]:
+    leaves = node.leaves
     try:
-        return leaf.dtype, leaf.shape
-    except AttributeError:
-        raise LeafTypeError(
-            f"{path_str((key,))}: got a {type(leaf).__name__}, which has no dtype and no shape."
-        ) from None
+        types = tuple(map(_dtype, leaves)), tuple(map(_shape, leaves))
+    except (AttributeError, RuntimeError):  # a strided nested tensor has no shape
+        raise _error_of(node, path) from None
+    nested = tuple([(key, _signature(child, (*path, key))) for key, child in node.nested])
+    return node.cls, node.batch_size, node.names, node.constants, node.keys, *types, nested
+
+
+def _error_of(node: Node, path: Path) -> LeafTypeError:
+    """Names the leaf that has no dtype or no shape."""
+    for key, leaf in zip(node.keys, node.leaves, strict=True):
+        try:
+            _ = leaf.dtype, leaf.shape
+        except (AttributeError, RuntimeError):
+            where, kind = path_str((*path, key)), type(leaf).__name__
+            return LeafTypeError(f"{where}: got a {kind} without a dtype or a shape.")
+    raise AssertionError  # pragma: no cover - one of them has just raised
 
 
 @lru_cache(maxsize=1024)
@@ -78,13 +86,15 @@ def _plan(signature: tuple[Any, ...]) -> Plan:
 
 
 def _collect(signature: Any, path: Path, leaves: list[Any], nodes: list[NodeSpec]) -> None:
-    cls, batch_size, names, constants, items = signature
+    cls, batch_size, names, constants, keys, dtypes, shapes, nested = signature
     nodes.append(NodeSpec(path, cls, batch_size, names, constants))
-    for key, *rest in items:
-        if len(rest) == 1:
-            _collect(rest[0], (*path, key), leaves, nodes)
-        else:
-            leaves.append(((*path, key), _dtype_name((*path, key), rest[0]), tuple(rest[1])))
+    for key, dtype, shape in zip(keys, dtypes, shapes, strict=True):
+        own = (*path, key)
+        if not all(type(size) is int for size in shape):  # that of a ragged tensor is a symbol
+            raise LeafTypeError(f"{path_str(own)}: got a leaf of shape {shape}: pad it first.")
+        leaves.append((own, _dtype_name(own, dtype), tuple(shape)))
+    for key, child in nested:
+        _collect(child, (*path, key), leaves, nodes)
 
 
 def _dtype_name(path: Path, dtype: torch.dtype | Any) -> str:

@@ -18,9 +18,12 @@ from tdbridge.errors import LayoutError
 from tdbridge.layout.classes import class_from_name, class_name
 from tdbridge.layout.constants import Constant
 from tdbridge.layout.dtypes import dtype_of
+from tdbridge.layout.validate import check_layout, read_data, sizes_of
 
 ALIGNMENT = 64
 """Bytes. XLA's CPU client shares a buffer only when it starts on a multiple of 64."""
+
+_VERSION = 1
 
 Path = tuple[str, ...]
 
@@ -125,6 +128,10 @@ class Layout:
     def __hash__(self) -> int:
         return self._hash
 
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        # Without what is cached: a hash of text holds in one process only.
+        return Layout, (self.leaves, self.nodes)
+
     def to_json(self) -> str:
         """The layout as JSON text, which `from_json` reads back.
 
@@ -144,18 +151,14 @@ class Layout:
             LayoutError: the text is not a layout, or names a class that is not defined here.
         """
         try:
-            data = json.loads(text)
-            leaves = [(tuple(p), str(d), tuple(map(int, s))) for p, d, s in data["leaves"]]
-            nodes = tuple(_node_from_data(node) for node in data["nodes"])
-            return make_layout(leaves, nodes)
-        except LayoutError:
-            raise
-        except Exception as error:
-            raise LayoutError(f"this text is no layout: {type(error).__name__}: {error}") from error
+            return _from_text(text)
+        except Exception as error:  # whatever a reader of malformed data may raise
+            reason = str(error) if isinstance(error, LayoutError) else repr(error)
+            raise LayoutError(f"this text is no layout: {reason}") from error
 
     def _as_data(self, constant: Any) -> dict[str, Any]:
         return {
-            "version": 1,
+            "version": _VERSION,
             "leaves": [[leaf.path, leaf.dtype, leaf.shape] for leaf in self.leaves],
             "nodes": [_node_to_data(node, constant) for node in self.nodes],
         }
@@ -187,12 +190,23 @@ def _node_to_data(node: NodeSpec, constant: Any) -> list[Any]:
     return [node.path, class_name(node.cls), node.batch_size, node.names, values]
 
 
+def _from_text(text: str) -> Layout:
+    data = read_data(text, _VERSION)
+    leaves = [(tuple(path), dtype, sizes_of(shape)) for path, dtype, shape in data["leaves"]]
+    layout = make_layout(leaves, map(_node_from_data, data["nodes"]))
+    check_layout(layout)
+    # Whatever was read more loosely than it would have been written differs here.
+    if json.dumps(data, sort_keys=True) != layout.to_json():
+        raise LayoutError("it is not what to_json writes for any layout")
+    return layout
+
+
 def _node_from_data(data: list[Any]) -> NodeSpec:
     path, cls, batch_size, names, values = data
     return NodeSpec(
         tuple(path),
         class_from_name(cls),
-        tuple(map(int, batch_size)),
+        sizes_of(batch_size),
         None if names is None else tuple(names),
         tuple((key, Constant.from_json(value)) for key, value in sorted(values.items())),
     )

@@ -1,13 +1,20 @@
 """One view of every kind of tree: a node is a class, a batch size, names, constants, children."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import singledispatch
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase, is_non_tensor, is_tensor_collection
+from tensordict import (
+    TensorDict,
+    TensorDictBase,
+    UnbatchedTensor,
+    is_non_tensor,
+    is_tensor_collection,
+)
 
 from tdbridge._compat import tensordict as compat
 from tdbridge.errors import LeafTypeError
@@ -26,8 +33,10 @@ class Node:
         batch_size: its batch size.
         names: a name or None per batch dimension, or None when no dimension has one.
         constants: its non-tensor entries, sorted by key.
-        children: its other entries, in its own order: leaves, and nested trees (as `Node` once
-            `tree_of` has described them too).
+        keys: the keys of its leaves, in its own order.
+        leaves: its leaves, in the order of `keys`.
+        nested: the trees in it by key, in its own order (as `Node`s once `tree_of` has described
+            them too).
     """
 
     source: Any
@@ -35,58 +44,103 @@ class Node:
     batch_size: tuple[int, ...]
     names: tuple[str | None, ...] | None
     constants: tuple[tuple[str, Constant], ...]
-    children: list[tuple[str, Any]]
+    keys: tuple[str, ...]
+    leaves: list[Any]
+    nested: tuple[tuple[str, Any], ...]
+
+
+class _EntryError(LeafTypeError):
+    """Of one entry of a node; `tree_of` puts the path of the node before its key."""
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(f"{path_str((key,))}: {message}")
+        self.key, self.message = key, message
 
 
 @singledispatch
 def node_of(tree: Any) -> Node:
-    """Describes one level of `tree`; the nested trees among its children are left as they are.
+    """Describes one level of `tree`; the trees nested in it are left as they are.
 
     Raises:
         LeafTypeError: `tree` is of a kind that is not carried.
     """
+    if is_non_tensor(tree):
+        raise LeafTypeError(f"got a bare {type(tree).__name__}, which holds no tensors.")
     if is_supported(type(tree)):
         return _tensordict_node(tree)
-    advice = (
-        "call `.contiguous()` or `.to_tensordict()` first"
-        if is_tensor_collection(tree)
-        else ("expected a TensorDict, a tensorclass or an ArrayDict")
-    )
+    if is_tensor_collection(tree):
+        advice = "call `.contiguous()` or `.to_tensordict()` first"
+    else:
+        advice = "expected a TensorDict, a tensorclass or an ArrayDict"
     raise LeafTypeError(f"got a {type(tree).__name__}, which is not carried as a tree: {advice}.")
 
 
 def is_node(value: Any) -> bool:
     """Whether `value` is a tree of ours rather than a leaf."""
-    cls = type(value)
-    if cls is torch.Tensor:
-        return False
-    return is_tensor_collection(value) or node_of.dispatch(cls) is not _NO_NODE
+    if is_tensor_collection(value):
+        return not is_non_tensor(value)
+    return node_of.dispatch(type(value)) is not _NO_NODE
 
 
 _NO_NODE = node_of.dispatch(object)
+_ONLY_TENSORS = {torch.Tensor}
 
 
 @node_of.register(TensorDict)
 def _tensordict_node(td: Any) -> Node:
-    batch_size = tuple(td.batch_size)
-    children, constants = [], []
-    for key, value in compat.tensordict_of(td).items():
-        if isinstance(value, torch.Tensor) or not is_non_tensor(value):
-            children.append((key, value))
-        elif is_array(data := _non_tensor_value(key, value)):
-            # tensordict takes a jax array, or a bfloat16 numpy one, for a non-tensor: it is a leaf.
-            children.append((key, data))
-        else:
-            constants.append((key, Constant(data)))
-    constants.sort(key=lambda item: item[0])
-    return Node(td, type(td), batch_size, names_of(td), tuple(constants), children)
+    entries = dict(compat.tensordict_of(td).items())
+    nested, constants = [], []
+    if set(map(type, entries.values())) != _ONLY_TENSORS:  # most nodes hold nothing else
+        for key, value in list(entries.items()):
+            if isinstance(value, torch.Tensor):
+                _check_batched(key, value)
+            elif not is_non_tensor(value):
+                if is_node(value):
+                    nested.append((key, entries.pop(key)))
+            elif is_array(data := _non_tensor_value(key, value)):
+                # tensordict takes a jax array, or a bfloat16 numpy one, for a non-tensor.
+                _check_shape(key, data, td.batch_size)
+                entries[key] = data
+            else:
+                constants.append((key, Constant(data)))
+                del entries[key]
+        constants.sort(key=lambda item: item[0])
+    return Node(
+        source=td,
+        cls=type(td),
+        batch_size=tuple(td.batch_size),
+        names=names_of(td),
+        constants=tuple(constants),
+        keys=tuple(entries),
+        leaves=list(entries.values()),
+        nested=tuple(nested),
+    )
+
+
+def _check_batched(key: str, value: torch.Tensor) -> None:
+    if isinstance(value, UnbatchedTensor):
+        raise _EntryError(
+            key,
+            "got an UnbatchedTensor, which is not carried yet: expand it over the batch, or keep "
+            "it outside of the tensordict.",
+        )
+
+
+def _check_shape(key: str, array: Any, batch_size: Sequence[int]) -> None:
+    if tuple(array.shape[: len(batch_size)]) != tuple(batch_size):
+        raise _EntryError(
+            key,
+            f"got an array of shape {tuple(array.shape)} stored as non-tensor data; as a leaf it "
+            f"has to start with the batch size {list(batch_size)}.",
+        )
 
 
 def _non_tensor_value(key: str, value: Any) -> Any:
     if isinstance(value, TensorDictBase):
-        raise LeafTypeError(
-            f"{path_str((key,))}: got a {type(value).__name__}, one value per batch element, which "
-            f"is not carried yet. Store one value instead: NonTensorData(td[{key!r}])."
+        raise _EntryError(
+            key,
+            f"got a {type(value).__name__}, one value per batch element, which is not carried yet. "
+            f"Store one value instead: NonTensorData(td[{key!r}]).",
         )
     while is_non_tensor(value):
         value = value.data
@@ -96,11 +150,8 @@ def _non_tensor_value(key: str, value: Any) -> Any:
 def is_array(value: Any) -> bool:
     """Whether `value` is an array of JAX or of ml_dtypes, which torch cannot take as it is."""
     if isinstance(value, np.ndarray):
-        return (
-            value.dtype.kind == "V"
-            and value.dtype.names is None
-            and value.dtype.type is not np.void
-        )
+        dtype = value.dtype
+        return dtype.kind == "V" and dtype.names is None and dtype.type is not np.void
     return hasattr(value, "dtype") and hasattr(value, "sharding")
 
 
@@ -118,30 +169,36 @@ def tree_of(tree: Any, path: Path = ()) -> Node:
     """
     try:
         node = node_of(tree)
+    except _EntryError as error:
+        raise LeafTypeError(f"{path_str((*path, error.key))}: {error.message}") from None
     except LeafTypeError as error:
         raise LeafTypeError(f"{path_str(path)}: {error}") if path else error from None
-    node.children = [
-        (key, tree_of(value, (*path, key)) if is_node(value) else value)
-        for key, value in node.children
-    ]
+    if node.nested:
+        node.nested = tuple([(key, tree_of(value, (*path, key))) for key, value in node.nested])
     return node
 
 
-def walk_leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Each leaf with its path, in the tree's own order."""
-    for key, value in node.children:
-        if isinstance(value, Node):
-            yield from walk_leaves(value, (*path, key))
-        else:
-            yield (*path, key), value
+# The leaves of a tree stand in one order everywhere: a node's own, then those of its nested trees.
+
+
+def leaves_of(node: Node) -> list[Any]:
+    """All leaves of the tree."""
+    if not node.nested:
+        return node.leaves
+    return [*node.leaves, *(leaf for _, child in node.nested for leaf in leaves_of(child))]
+
+
+def paths_of(node: Node, path: Path = ()) -> list[Path]:
+    """The paths of all leaves of the tree, in the order of `leaves_of`."""
+    own = [(*path, key) for key in node.keys]
+    return own + [p for key, child in node.nested for p in paths_of(child, (*path, key))]
 
 
 def walk_nodes(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
     """Each node with its path, parents first."""
     yield path, node
-    for key, value in node.children:
-        if isinstance(value, Node):
-            yield from walk_nodes(value, (*path, key))
+    for key, child in node.nested:
+        yield from walk_nodes(child, (*path, key))
 
 
 def rebuild(node: Node, leaves: Iterator[Any], device: torch.device | None = None) -> Any:
@@ -149,21 +206,27 @@ def rebuild(node: Node, leaves: Iterator[Any], device: torch.device | None = Non
 
     Args:
         node: a tree that `tree_of` described.
-        leaves: one per leaf of `node`, in its order.
-        device: the device of the new leaves: each node that had a device gets this one.
+        leaves: one per leaf of `node`, in the order of `leaves_of`.
+        device: the device of the new leaves, for each node that had a device; the old one when
+            it is not given.
     """
-    entries = {
-        key: rebuild(value, leaves, device) if isinstance(value, Node) else next(leaves)
-        for key, value in node.children
-    }
-    if node.constants:
-        values = {k: compat.non_tensor(c.value, node.batch_size) for k, c in node.constants}
-        entries = {key: {**entries, **values}[key] for key in list(node.source.keys())}
-    has_device = getattr(node.source, "device", None) is not None
+    entries = dict(zip(node.keys, islice(leaves, len(node.keys)), strict=True))
+    old_device = getattr(node.source, "device", None)
+    own_device = old_device and (device or old_device)
+    if node.nested or node.constants:
+        for key, child in node.nested:
+            entries[key] = rebuild(child, leaves, device)
+        for key, constant in node.constants:
+            entries[key] = compat.non_tensor(constant.value, node.batch_size, own_device)
+        entries = {key: entries[key] for key in _own_order(node.source)}
     return compat.new_tensordict(
         node.cls,
         entries,
         batch_size=node.batch_size,
         names=node.names,
-        device=device if has_device else None,
+        device=own_device,
     )
+
+
+def _own_order(source: Any) -> Sequence[str]:
+    return list(source.keys())

@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 from tensordict import is_tensorclass
 
-from tdbridge.errors import FrozenError, LeafTypeError
+from tdbridge.errors import FrozenError
 from tdbridge.layout.spec import path_str
 from tdbridge.pytrees import entries, shaping
-from tdbridge.pytrees.build import build, nested
+from tdbridge.pytrees.build import build, checked_names, replaced
+from tdbridge.pytrees.compare import compared
 from tdbridge.pytrees.entries import Key
 from tdbridge.pytrees.show import describe
-from tdbridge.pytrees.static import Names, NodeDef, derive_batch_size, sized_followers
+from tdbridge.pytrees.static import NodeDef, derive_batch_size, sized_followers
 
 
 class ArrayDict(Mapping[str, Any]):
@@ -59,8 +60,8 @@ class ArrayDict(Mapping[str, Any]):
         names: Sequence[str | None] | None = None,
     ) -> None:
         size = (batch_size,) if isinstance(batch_size, int) else tuple(map(int, batch_size))
-        like = NodeDef(names=_checked_names(names, size), batch_size=size)
-        built = build(source or {}, like, from_children)
+        like = NodeDef(names=checked_names(names, size), batch_size=size)
+        built = build({} if source is None else source, like, from_children)
         _init(self, built._definition, built._children)
 
     # -- reading -------------------------------------------------------------------------------
@@ -96,15 +97,15 @@ class ArrayDict(Mapping[str, Any]):
 
     def get(self, key: Key, default: Any = None) -> Any:
         """The entry at `key`, which may be a tuple, or `default`."""
+        parts = (key,) if isinstance(key, str) else key
         try:
-            return _descend(self, (key,) if isinstance(key, str) else key)
+            return _descend(self, parts) if isinstance(parts, tuple) and parts else default
         except KeyError:
             return default
 
     def __contains__(self, key: object) -> bool:
         """Whether `key`, a string or a tuple of strings, is an entry."""
-        parts = (key,) if isinstance(key, str) else key
-        return isinstance(parts, tuple) and self.get(parts, _MISSING) is not _MISSING
+        return self.get(key, _MISSING) is not _MISSING  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
@@ -182,7 +183,8 @@ class ArrayDict(Mapping[str, Any]):
             >>> sorted(ad.replace(x=jnp.ones(2), y=jnp.ones((2, 3))).keys())
             ['x', 'y']
         """
-        return self._with_entries(entries.replaced(self, nested({**(source or {}), **changes})))
+        both = {**(source or {}), **changes}
+        return self._with_entries(replaced(self, both, self._like(), from_children))
 
     def select(self, *keys: Key, strict: bool = True) -> Self:
         """Only these entries (tuple keys reach into nested ones).
@@ -210,15 +212,15 @@ class ArrayDict(Mapping[str, Any]):
         Raises:
             ValueError: a key would be both a leaf and a nested tree.
         """
-        return self._with_entries(
-            nested({tuple(key.split(separator)): value for key, value in self.items()})
-        )
+        split = {tuple(k.split(separator)): v for k, v in entries.entries_of(self).items()}
+        return build(split, self._like(), from_children)
 
     def __or__(self, other: Mapping[str, Any]) -> Self:
         """The entries of both; those of `other` win. Nested trees are replaced, not merged."""
         if not isinstance(other, Mapping):
             return NotImplemented
-        return self._with_entries({**dict(self.items()), **dict(other.items())})
+        new = replaced(self, other, self._like(), from_children, merge=False)
+        return self._with_entries(new)
 
     # -- the same keys with other leaves --------------------------------------------------------
 
@@ -235,46 +237,35 @@ class ArrayDict(Mapping[str, Any]):
         return shaping.reshape(self, tuple(first))
 
     @classmethod
-    def stack(cls, trees: Sequence[Any], dim: int = 0) -> Self:
+    def stack(cls, trees: Iterable[Any], dim: int = 0) -> Self:
         """Stacks ArrayDicts of equal structure and batch size along a new batch dimension.
 
         Raises:
             ValueError: there is nothing to stack, structures differ, or `dim` is out of range.
         """
-        return shaping.stack(_arraydicts(trees), dim)
+        return shaping.stack(trees, dim)
 
     @classmethod
-    def cat(cls, trees: Sequence[Any], dim: int = 0) -> Self:
+    def cat(cls, trees: Iterable[Any], dim: int = 0) -> Self:
         """Concatenates ArrayDicts of equal structure along an existing batch dimension.
 
         Raises:
             ValueError: there is nothing to join, structures differ, or `dim` is out of range.
         """
-        return shaping.cat(_arraydicts(trees), dim)
+        return shaping.cat(trees, dim)
 
     def __eq__(self, other: object) -> Any:
         """Elementwise, as on a TensorDict: an ArrayDict of booleans; see `all` and `any`."""
-        return self._compare(other, lambda a, b: a == b)
+        return compared(self, other, lambda a, b: a == b, from_children)
 
     def __ne__(self, other: object) -> Any:
         """Elementwise: an ArrayDict of booleans."""
-        return self._compare(other, lambda a, b: a != b)
+        return compared(self, other, lambda a, b: a != b, from_children)
 
     __hash__ = None  # type: ignore[assignment]
 
     def __bool__(self) -> bool:
         raise TypeError("the truth of an ArrayDict is ambiguous: use .all(), .any() or len(ad).")
-
-    def _compare(self, other: object, compare: Callable[[Any, Any], Any]) -> Any:
-        if isinstance(other, Mapping) and not isinstance(other, ArrayDict):
-            other = ArrayDict(other, self.batch_size)
-        if not isinstance(other, ArrayDict):
-            return self.map(lambda leaf: compare(leaf, other))
-        mine, theirs = set(self.keys(True, True)), set(other.keys(True, True))
-        if mine != theirs:
-            raise KeyError(f"keys differ: {sorted(map(str, mine ^ theirs))}")
-        leaves = {key: compare(leaf, other[key]) for key, leaf in self.items(True, True)}
-        return ArrayDict(leaves, self.batch_size, names=self.names)
 
     def all(self) -> Any:
         """Whether all elements of all leaves are true: a boolean jax array."""
@@ -304,11 +295,13 @@ class ArrayDict(Mapping[str, Any]):
 
     # -- building ------------------------------------------------------------------------------
 
-    def _with_entries(self, entries: Mapping[str, Any]) -> Self:
-        """The same class, batch size and names over other entries."""
+    def _like(self) -> NodeDef:
+        """The class, names and batch size, for a tree over other entries."""
         old = self._definition
-        like = NodeDef(cls=old.cls, names=old.names, batch_size=self.batch_size)
-        return build(entries, like, from_children)
+        return NodeDef(cls=old.cls, names=old.names, batch_size=self.batch_size)
+
+    def _with_entries(self, new: Mapping[str, Any]) -> Self:
+        return entries.assemble(dict(new), self._like(), from_children)
 
     @staticmethod
     def _make(definition: NodeDef, children: Iterable[Any]) -> "ArrayDict":
@@ -345,18 +338,3 @@ def _descend(tree: Any, path: Sequence[str]) -> Any:
             raise KeyError(f"{path_str(tuple(path[:depth]))} is a leaf and has no key {key!r}")
         tree = tree._child(key)
     return tree
-
-
-def _checked_names(names: Sequence[str | None] | None, size: tuple[int, ...]) -> Names | None:
-    if names is None or all(name is None for name in names):
-        return None
-    if len(names) != len(size):
-        raise ValueError(f"got {len(names)} names for batch_size {list(size)}.")
-    return tuple(names)
-
-
-def _arraydicts(trees: Sequence[Any]) -> Sequence[ArrayDict]:
-    for tree in trees:
-        if not isinstance(tree, ArrayDict):
-            raise LeafTypeError(f"expected ArrayDicts, got a {type(tree).__name__}.")
-    return trees

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 from tdbridge.layout.tree import Node, node_of
@@ -17,16 +18,27 @@ def flatten_arraydict(tree: ArrayDict) -> tuple[tuple[Any, ...], NodeDef]:
 
 def arraydict_of(node: Node, leaves: Iterator[Any]) -> ArrayDict:
     """The tree that `tree_of` described, as ArrayDicts over other leaves, one per leaf of it."""
-    new = [
-        (key, arraydict_of(value, leaves) if isinstance(value, Node) else next(leaves))
-        for key, value in node.children
-    ]
-    return from_children(*define(dataclasses.replace(node, children=new)))
+    own = list(islice(leaves, len(node.keys)))
+    nested = tuple([(key, arraydict_of(child, leaves)) for key, child in node.nested])
+    return from_children(*define(dataclasses.replace(node, leaves=own, nested=nested)))
 
 
 @node_of.register(ArrayDict)
 def _arraydict_node(tree: ArrayDict) -> Node:
     definition, size = tree._definition, tree.batch_size
-    names = definition.names_for(len(size))
-    children: list[tuple[str, Any]] = list(zip(definition.keys, tree._children, strict=True))
-    return Node(tree, definition.cls, size, names, definition.constants, children)
+    keys, leaves, nested = definition.keys, list(tree._children), ()
+    if ArrayDict in set(map(type, leaves)):
+        pairs = list(zip(keys, leaves, strict=True))
+        nested = tuple([pair for pair in pairs if isinstance(pair[1], ArrayDict)])
+        own = [pair for pair in pairs if not isinstance(pair[1], ArrayDict)]
+        keys, leaves = tuple([key for key, _ in own]), [leaf for _, leaf in own]
+    return Node(
+        source=tree,
+        cls=definition.cls,
+        batch_size=size,
+        names=definition.names_for(len(size)),
+        constants=definition.constants,
+        keys=keys,
+        leaves=leaves,
+        nested=nested,
+    )

@@ -8,7 +8,7 @@ torch, give wrong batch sizes under vmap and scan when JAX uses them.
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,10 +20,10 @@ from tensordict import TensorDict, is_tensorclass
 from tdbridge._compat import tensordict as compat
 from tdbridge._compat.optree import register_globally
 from tdbridge.layout.classes import is_supported
-from tdbridge.layout.tree import is_node, node_of
+from tdbridge.layout.tree import is_node, names_of, node_of
 from tdbridge.pytrees.arraydict import ArrayDict, from_children
 from tdbridge.pytrees.nodes import flatten_arraydict
-from tdbridge.pytrees.static import NodeDef, define, derive_batch_size, sized_followers
+from tdbridge.pytrees.static import NodeDef, common_size, define, shapes_of, sized_followers
 
 _lock = threading.RLock()
 _registered: set[type] = set()
@@ -53,7 +53,7 @@ def register(cls: type) -> type:
         >>> [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(td)]
         ["['a']", "['b']['c']"]
     """
-    if not (isinstance(cls, type) and is_supported(cls)):
+    if not (isinstance(cls, type) and is_supported(cls)) or compat.is_non_tensor_class(cls):
         raise TypeError(f"expected TensorDict, a subclass of it or a tensorclass, got {cls!r}.")
     _register_tensordict(cls)
     return cls
@@ -107,9 +107,10 @@ def flatten_tensordict(td: Any) -> tuple[tuple[Any, ...], NodeDef]:
 
 
 def unflatten_tensordict(definition: NodeDef, children: Iterable[Any]) -> Any:
-    """A TensorDict (or its kin) over any leaves; locked unless they are all torch tensors."""
+    """A TensorDict (or its kin) over any leaves; locked unless they are tensors of its ranks."""
     children = tuple(children)
-    if (size := derive_batch_size(definition, children)) is not None:
+    shapes = shapes_of(definition, children)
+    if (size := common_size(definition, shapes)) is not None:
         children = sized_followers(definition, children, size, _resize)
     size = size or ()
     entries = dict(zip(definition.keys, children, strict=True))
@@ -117,39 +118,46 @@ def unflatten_tensordict(definition: NodeDef, children: Iterable[Any]) -> Any:
         entries[key] = compat.non_tensor(value, size)
     names = definition.names_for(len(size))
     td = compat.new_tensordict(definition.cls, entries, batch_size=size, names=names)
-    return td if all(map(_is_torch, children)) else _remember(td, definition)
+    ranks_fit = all(len(shape) - own == len(size) for shape, own in shapes)
+    if ranks_fit and names == definition.names and _all_torch(children):
+        return td
+    return _remember(td, definition, children)
 
 
-# A tree of masks or shardings cannot tell how many batch dimensions its leaves would have had, and
-# a tree inside vmap has lost its first name. Both must flatten to the definition that they were
-# made from, or `jax.tree.map(f, td, masks)` fails. So a tree of such leaves is locked and keeps it.
+# A tree of masks or shardings cannot tell how many batch dimensions its leaves would have had, a
+# tree of norms has other ranks, and a tree inside vmap has lost its first name. All must flatten to
+# the definition that they were made from, or `jax.tree.map(f, td, masks)` fails. So such a tree is
+# locked and keeps it, together with what it was made of: changed since, it is described anew.
 
 
-def _remember(td: Any, definition: NodeDef) -> Any:
-    compat.tensordict_of(td)._definition = definition
+def _remember(td: Any, definition: NodeDef, children: Sequence[Any]) -> Any:
+    compat.tensordict_of(td)._made_from = definition, children, td.batch_size, names_of(td)
     return td.lock_()
 
 
 def _recall(td: Any) -> tuple[NodeDef, tuple[Any, ...]] | None:
     inner = compat.tensordict_of(td)
-    definition = getattr(inner, "_definition", None)
-    if definition is None or not inner.is_locked:
+    made_from = getattr(inner, "_made_from", None)
+    if made_from is None:
         return None
-    entries = dict(inner.items())
-    if len(entries) != len(definition.keys) + len(definition.constants):
-        return None  # it was unlocked and changed in between
-    if any(entries[k].data is not value for k, value in definition.values.items() if k in entries):
+    definition, children, *size_and_names = made_from
+    if size_and_names != [td.batch_size, names_of(td)]:
         return None
-    try:
-        return definition, tuple([entries[key] for key in definition.keys])
-    except KeyError:
+    now = dict(inner.items())
+    was = dict(zip(definition.keys, children, strict=True))
+    if now.keys() != was.keys() | definition.values.keys():
         return None
+    same = all(now[key] is child for key, child in was.items()) and all(
+        now[key].data is value for key, value in definition.values.items()
+    )
+    return (definition, children) if same else None
 
 
-def _is_torch(child: Any) -> bool:
-    if isinstance(child, torch.Tensor):
-        return True
-    return is_node(child) and not child.is_locked
+def _all_torch(children: Sequence[Any]) -> bool:
+    return set(map(type, children)) == {torch.Tensor} or all(
+        isinstance(child, torch.Tensor) or (is_node(child) and not child.is_locked)
+        for child in children
+    )
 
 
 def _resize(td: Any, size: tuple[int, ...]) -> Any:

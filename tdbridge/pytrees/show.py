@@ -2,6 +2,10 @@
 
 from typing import Any
 
+from jax.core import Tracer
+
+from tdbridge.pytrees.entries import is_nested
+
 
 def describe(tree: Any) -> str:
     """`ArrayDict(batch_size=[4], fields={...})`, one line per entry, nested trees indented."""
@@ -19,7 +23,7 @@ def _entries(tree: Any, depth: int) -> str:
     indent = "    " * depth
     lines = []
     for key, value in tree.items():
-        if hasattr(value, "_definition"):
+        if is_nested(value):
             size = list(value.batch_size)
             lines.append(f"{indent}{key}: batch_size={size}")
             lines += [_entries(value, depth + 1)] if len(value) else []
@@ -37,5 +41,6 @@ def _leaf(value: Any) -> str:
 
 def _sharding(value: Any) -> str:
     """Where the leaf lives: nothing on one device, the spec on several, a tracer has no place."""
-    spec = getattr(getattr(value, "sharding", None), "spec", None)
-    return "" if spec is None or not any(spec) else f" {spec}"
+    sharding: Any = None if isinstance(value, Tracer) else getattr(value, "sharding", None)
+    spec = getattr(sharding, "spec", None)
+    return "" if spec is None or len(sharding.device_set) == 1 else f" {spec}"

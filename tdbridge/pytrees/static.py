@@ -7,12 +7,12 @@ stacking adds one, and the definition of a tree does not depend on its leaves.
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
 from itertools import takewhile
 from typing import Any
 
-from tensordict import TensorDict
+from tensordict import TensorDict, is_non_tensor
 
 from tdbridge._compat.tensordict import tensordict_of
 from tdbridge.layout.constants import Constant
@@ -53,6 +53,10 @@ class NodeDef:
     def __hash__(self) -> int:
         return self._hash
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without what is cached: a hash holds in one process alone.
+        return NodeDef, tuple([getattr(self, field.name) for field in fields(self)])
+
     @cached_property
     def index(self) -> dict[str, int]:
         """The position of each key among the children."""
@@ -75,34 +79,38 @@ class NodeDef:
 
 def define(node: Node) -> tuple[NodeDef, tuple[Any, ...]]:
     """The definition of one level of a tree, and its children in the order of the keys."""
-    items = sorted(node.children, key=lambda item: item[0])
-    children = tuple([value for _, value in items])
-    keys = tuple([sys.intern(key) for key, _ in items])
-    like = NodeDef(
-        cls=node.cls, names=node.names, constants=node.constants, batch_size=node.batch_size
+    batch_dims = len(node.batch_size)
+    nested = [tree for _, tree in node.nested]
+    dims = [*_ndims(node.leaves), *(len(tree.shape) for tree in nested)]
+    leafless = [False] * len(node.leaves) + [is_leafless(tree) for tree in nested]
+    keys, order = _sorted((*node.keys, *(key for key, _ in node.nested)))
+    children = (*node.leaves, *nested)
+    definition = NodeDef(
+        keys=keys,
+        event_dims=tuple([max(dims[i] - batch_dims, 0) for i in order]),
+        followers=tuple([at for at, i in enumerate(order) if leafless[i]]) if nested else (),
+        cls=node.cls,
+        names=node.names,
+        constants=node.constants,
+        batch_size=node.batch_size if all(leafless) else None,
     )
-    return with_children(like, keys, children, len(node.batch_size)), children
+    return definition, tuple([children[i] for i in order])
 
 
-def with_children(
-    like: NodeDef, keys: tuple[str, ...], children: Sequence[Any], batch_dims: int
-) -> NodeDef:
-    """`like` over these children. `like.batch_size` is dropped if one of them tells it."""
-    event_dims = tuple([max(len(shape_of(child)) - batch_dims, 0) for child in children])
-    followers = tuple(
-        i for i, child in enumerate(children) if is_node(child) and is_leafless(child)
-    )
-    stored = like.batch_size if len(followers) == len(children) else None
-    return NodeDef(keys, event_dims, followers, like.cls, like.names, like.constants, stored)
+def _ndims(leaves: Sequence[Any]) -> list[int]:
+    """Masks, None, shardings and PartitionSpecs stand in the place of leaves too: 0."""
+    try:
+        return [leaf.ndim for leaf in leaves]
+    except AttributeError:
+        shapes = (getattr(leaf, "shape", ()) for leaf in leaves)
+        return [len(shape) if isinstance(shape, tuple) else 0 for shape in shapes]
 
 
-def shape_of(child: Any) -> Size:
-    """The shape of a leaf or the batch size of a nested tree; `()` for what has none.
-
-    Masks, None, shardings and PartitionSpecs stand in the place of leaves too.
-    """
-    shape = getattr(child, "shape", ())
-    return shape if isinstance(shape, tuple) else ()
+@lru_cache(maxsize=1024)
+def _sorted(keys: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The keys in order, and the place that each has in `keys`."""
+    order = tuple(sorted(range(len(keys)), key=keys.__getitem__))
+    return tuple([sys.intern(keys[i]) for i in order]), order
 
 
 def is_leafless(tree: Any) -> bool:
@@ -110,25 +118,40 @@ def is_leafless(tree: Any) -> bool:
     definition = getattr(tree, "_definition", None)
     if definition is not None:
         return definition.batch_size is not None
-    return all(is_node(child) and is_leafless(child) for child in tensordict_of(tree).values())
+    return all(
+        is_non_tensor(child) or (is_node(child) and is_leafless(child))
+        for child in tensordict_of(tree).values()
+    )
+
+
+def shapes_of(definition: NodeDef, children: Iterable[Any]) -> set[tuple[Size, int]]:
+    """The different shapes of the children, each with how many of its dimensions are of the event.
+
+    Children that have no shape (masks, None) and those without leaves have no say.
+    """
+    shapes: list[Any] = [getattr(child, "shape", None) for child in children]
+    for i in definition.followers:
+        shapes[i] = None
+    pairs = zip(shapes, definition.event_dims, strict=True)
+    return {pair for pair in pairs if isinstance(pair[0], tuple)}
 
 
 def derive_batch_size(definition: NodeDef, children: Iterable[Any]) -> Size | None:
-    """The batch size that the shapes of the children tell.
+    """The batch size that the shapes of the children tell, or None where none has one."""
+    return common_size(definition, shapes_of(definition, children))
 
-    Children that have no shape say nothing, and where none has one (a tree of masks) the answer is
-    None. Where the others disagree, as after mapping one leaf to another rank, it is the leading
-    dimensions that all of them share.
+
+def common_size(definition: NodeDef, shapes: set[tuple[Size, int]]) -> Size | None:
+    """What is left of the shapes without the event dimensions.
+
+    Where they disagree, as after mapping one leaf to another rank, it is the leading dimensions
+    that all of them share.
     """
-    sizes = set()
-    for i, (child, dims) in enumerate(zip(children, definition.event_dims, strict=True)):
-        shape = getattr(child, "shape", None)
-        if isinstance(shape, tuple) and i not in definition.followers:
-            sizes.add(tuple(shape[: max(len(shape) - dims, 0)]))
+    sizes = {shape[: max(len(shape) - dims, 0)] for shape, dims in shapes}
     if not sizes:
         return definition.batch_size
     if len(sizes) == 1:
-        return sizes.pop()
+        return tuple(sizes.pop())
     columns = zip(*sizes, strict=False)
     return tuple(dims[0] for dims in takewhile(lambda dims: len(set(dims)) == 1, columns))
 

@@ -1,4 +1,4 @@
-"""What the tests of the conversions share: bit patterns, odd tensors, and how errors list leaves."""
+"""What the tests of the conversions share: bit patterns, addresses, what errors list."""
 
 import re
 from collections.abc import Iterator

@@ -4,13 +4,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import is_tensorclass
+from tensordict import NonTensorData, is_tensorclass
 from torch.utils.data import Dataset
 
 import tdbridge
 from tests import zoo
 
 Path = tuple[str, ...]
+
 
 def places(arrays: dict[Path, np.ndarray]) -> tuple[dict[Path, int], int]:
     """Where each leaf must start, and the size of the buffer: by dtype name, then by path."""
@@ -46,10 +47,14 @@ def assert_same_nodes(found: Any, source: Any, *, order: bool = True) -> None:
         assert other.device == node.device, path
         keys, other_keys = list(node.keys()), list(other.keys())
         assert (other_keys == keys) if order else (set(other_keys) == set(keys)), path
-        inner = node._tensordict if is_tensorclass(type(node)) else node
-        for key, value in inner.items():
+        for key, value in inner_of(node).items():
             if not isinstance(value, torch.Tensor) and (*path, key) not in nodes:
-                assert_same_value(other.get(key).data, value.data)
+                assert_same_value(inner_of(other).get(key).data, value.data)
+
+
+def inner_of(node: Any) -> Any:
+    """The TensorDict inside a tensorclass, whose `get` gives entries as they are stored."""
+    return node._tensordict if is_tensorclass(type(node)) else node
 
 
 def assert_same_value(found: Any, value: Any) -> None:
@@ -116,3 +121,16 @@ def only(batch: list[Any]) -> Any:
     """The collate function of a loader with batches of one."""
     (item,) = batch
     return item
+
+
+def seen_nodes(tree: Any) -> dict[Path, Any]:
+    """Per node: class, batch size, names, keys, and the text of the non-tensor entries."""
+    found = {}
+    for path, node in zoo.nodes(tree).items():
+        entries = inner_of(node).items()
+        others = {
+            key: repr(value.data) for key, value in entries if isinstance(value, NonTensorData)
+        }
+        keys = sorted(node.keys())
+        found[path] = (type(node).__name__, tuple(node.batch_size), node.names, keys, others)
+    return found

@@ -10,14 +10,25 @@ import tdbridge
 from tdbridge import ArrayDict
 from tests import zoo
 
+STRUCTURES = [
+    "nested", "deeper_batch", "empty", "empty_inside", "no_batch", "zero_batch", "non_tensors",
+    "tensorclass", "tensorclass_inside", "subclass", "odd_keys", "with_device",
+]  # fmt: skip
+"""Trees that differ in more than their leaves, for rules that the leaves have no part in."""
+
 NARROW = [name for name in zoo.TREES if name not in zoo.X64_ONLY]
 """The trees whose every leaf JAX keeps exactly."""
 
 
-def arrays(name: str) -> ArrayDict:
+def arrays(name: str) -> Any:
     """A tree of the zoo as an ArrayDict; 64-bit leaves stay 64-bit."""
     with jax.enable_x64(True):
         return tdbridge.to_jax(zoo.TREES[name]())
+
+
+def both(name: str) -> tuple[Any, Any]:
+    """A tree of the zoo as it is, and as an ArrayDict."""
+    return zoo.TREES[name](), arrays(name)
 
 
 def jax_tensordict(name: str) -> Any:

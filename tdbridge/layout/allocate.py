@@ -1,0 +1,85 @@
+"""The memory of a buffer: plain, or a file that appears under its name once it is complete."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from uuid import uuid4
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tdbridge.errors import LayoutError
+from tdbridge.layout.spec import Layout
+
+
+@contextmanager
+def allocate(
+    layout: Layout,
+    device: torch.device,
+    filename: str | os.PathLike[str] | None = None,
+    suffix: bytes = b"",
+) -> Iterator[Tensor]:
+    """The buffer with its padding zeroed: uint8, of `layout.nbytes`, to be filled in the block.
+
+    Args:
+        layout: what is going to lie in it.
+        device: where the buffer lives.
+        filename: a file to hold the buffer. It is written beside, synced and renamed at the end
+            of the block; after an error nothing is left of it.
+        suffix: what follows the buffer in the file.
+
+    Raises:
+        LayoutError: a file is asked for, and the device is not the CPU.
+    """
+    if filename is None:
+        # torch's CPU and CUDA allocators align to 64 bytes or more.
+        yield _without_gaps(torch.empty(layout.nbytes, dtype=torch.uint8, device=device), layout)
+        return
+    if device.type != "cpu":
+        raise LayoutError(f"got device={str(device)!r} with filename: a file is mapped by the CPU.")
+    with _renamed_when_done(Path(filename)) as beside:
+        yield _without_gaps(_mapped(beside, layout.nbytes, suffix), layout)
+
+
+@contextmanager
+def _renamed_when_done(filename: Path) -> Iterator[Path]:
+    # Not of `tempfile`, whose files no other user may read.
+    beside = filename.with_name(f".{filename.name}.{uuid4().hex}.tmp")
+    try:
+        yield beside
+        with beside.open("rb") as file:
+            os.fsync(file.fileno())
+        beside.replace(filename)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _mapped(filename: Path, nbytes: int, suffix: bytes) -> Tensor:
+    with filename.open("xb") as file:
+        file.truncate(nbytes)
+        file.seek(nbytes)
+        file.write(suffix)
+    size = nbytes + len(suffix)
+    mapped = torch.from_file(
+        str(filename), shared=True, size=size, dtype=torch.uint8, device=torch.device("cpu")
+    )
+    return mapped[:nbytes]
+
+
+def _without_gaps(storage: Tensor, layout: Layout) -> Tensor:
+    gaps = _gaps(layout)
+    if len(gaps):
+        storage.index_fill_(0, torch.from_numpy(gaps).to(storage.device), 0)
+    return storage
+
+
+@lru_cache(maxsize=256)
+def _gaps(layout: Layout) -> np.ndarray:
+    """The indices of the padding bytes."""
+    # Of numpy: a tensor that is kept may be one of a fake mode or of another default device.
+    ends = [*(leaf.offset for leaf in layout.leaves), layout.nbytes][1:]
+    ranges = [range(leaf.stop, end) for leaf, end in zip(layout.leaves, ends, strict=True)]
+    return np.array([i for gap in ranges for i in gap], dtype=np.int64)

@@ -1,0 +1,135 @@
+"""Where the arrays are: uncommitted where torch had them, or where `device` and `sharding` say."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from tdbridge import to_jax, to_torch
+from tests import zoo
+from tests.convert.trees import address, pairs, x64_for
+
+MESH = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+ROWS = jax.NamedSharding(MESH, jax.P("x"))
+WHOLE = jax.NamedSharding(MESH, jax.P())
+CPUS = jax.devices("cpu")
+
+
+@pytest.mark.parametrize("copy", [None, True])
+@pytest.mark.parametrize("name", zoo.TREES)
+def test_arrays_are_uncommitted(name: str, copy: bool | None):
+    """No array is bound to the device that it lies on."""
+    td = zoo.TREES[name]()
+    with x64_for(name):
+        for _, _, array in pairs(td, to_jax(td, copy=copy)):
+            assert not array.committed
+            assert array.devices() == {CPUS[0]}
+
+
+@pytest.mark.parametrize("copy", [None, True])
+def test_arrays_follow_the_argument_beside_them(copy: bool | None):
+    """A converted array goes to the device of an array that is bound to one."""
+    pinned = jax.device_put(jnp.ones(()), CPUS[5])
+    for _, tensor, array in pairs(td := zoo.strided(), to_jax(td, copy=copy)):
+        if not tensor.is_complex():
+            got = jax.jit(lambda x, y: x.sum() + y)(array, pinned)
+            assert got.devices() == {CPUS[5]}
+            assert float(got) == float(tensor.sum()) + 1
+
+
+def test_arrays_mix_with_sharded_parameters():
+    """A converted batch and mesh-sharded parameters go into one jitted function."""
+    weights = jax.device_put(jnp.arange(8.0), ROWS)
+    batch = to_jax(TensorDict({"x": torch.arange(8.0), "t": torch.ones(8, 8).t()}, []))
+    got = jax.jit(lambda w, b: w * b["x"] + b["t"].sum(axis=0))(weights, batch)
+    assert got.tolist() == [i * i + 8 for i in range(8)]
+    assert len(got.devices()) == 8
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [("cpu", CPUS[0]), (CPUS[0], CPUS[0]), (CPUS[3], CPUS[3])],
+    ids=["platform", "first", "fourth"],
+)
+def test_device_places_and_commits(device: Any, expected: Any):
+    """`device`, a Device or the name of a platform, is where every leaf is, and is bound to."""
+    td = zoo.nested()
+    for path, tensor, array in pairs(td, to_jax(td, device=device)):
+        assert array.devices() == {expected}, path
+        assert array.committed
+        assert zoo.same_bits(np.asarray(array), zoo.as_numpy(tensor))
+
+
+@pytest.mark.parametrize("sharding", [ROWS, WHOLE, jax.sharding.SingleDeviceSharding(CPUS[2])])
+def test_sharding_places_and_commits(sharding: Any):
+    """`sharding` is how every leaf lies over the devices; values come back from any of them."""
+    td = TensorDict({"x": zoo.pattern("float32", 8, 3), "n": {"y": zoo.pattern("int8", 8)}}, [8])
+    ad = to_jax(td, sharding=sharding)
+    for _, tensor, array in pairs(td, ad):
+        assert array.sharding.is_equivalent_to(sharding, array.ndim)
+        assert array.committed
+        for shard in array.addressable_shards:
+            assert np.array_equal(np.asarray(shard.data), tensor[shard.index].numpy())
+    for path, tensor in zoo.leaves(to_torch(ad)).items():
+        assert torch.equal(tensor, td[path])
+
+
+def test_jax_arrays_in_the_tree_are_placed_too():
+    """`sharding` and `device` are for all arrays of the result, jax's own among them."""
+    tree = {"t": torch.arange(8.0), "j": jnp.arange(8.0)}
+    for array in to_jax(tree, sharding=ROWS).values():
+        assert array.sharding == ROWS
+    for array in to_jax(tree, device=CPUS[3]).values():
+        assert array.devices() == {CPUS[3]}
+
+
+def test_a_device_of_its_own_platform_shares():
+    """`device="cpu"` commits a CPU tensor where it is: nothing moves, so nothing is copied."""
+    tensor = torch.arange(16.0)
+    assert address(to_jax(tensor, device="cpu")) == address(tensor)
+
+
+def test_an_unknown_platform_is_named():
+    """A platform that is not there raises JAX's own error, which lists those that are."""
+    with pytest.raises(RuntimeError, match="abacus"):
+        to_jax(torch.ones(2), device="abacus")
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_a_mesh_in_context_is_not_remembered(explicit: bool):
+    """Arrays made inside `jax.set_mesh` and outside of it mix with both."""
+    kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((8,), ("m",), axis_types=(kind,))
+    tensor = torch.arange(24.0).reshape(8, 3)
+    before = to_jax(tensor)
+    with jax.set_mesh(mesh):
+        inside = to_jax(tensor)
+        assert np.array_equal(np.asarray(inside + before), 2 * tensor.numpy())
+    after = to_jax(tensor)
+    total = jax.jit(lambda a, b, c: a + b + c)(before, inside, after)
+    assert np.array_equal(np.asarray(total), 3 * tensor.numpy())
+
+
+def test_the_default_device_of_jax_does_not_cost_the_sharing():
+    """Under `jax.default_device` a CPU tensor is still shared, and uncommitted."""
+    tensor = torch.arange(16.0)
+    with jax.default_device(CPUS[3]):
+        array = to_jax(tensor, copy=False)
+    assert address(array) == address(tensor)
+    assert not array.committed
+
+
+def test_a_transfer_guard_allows_what_was_asked_for():
+    """A conversion is no implicit transfer: `jax.transfer_guard("disallow")` lets it pass."""
+    td = zoo.strided()
+    split = jax.device_put(jnp.arange(8.0), ROWS)
+    with jax.transfer_guard("disallow"):
+        ad = to_jax(td)
+        assert torch.equal(to_torch(split), torch.arange(8.0))
+        back = to_torch(ad)
+    for path, tensor in zoo.leaves(back).items():
+        assert zoo.same_bits(zoo.as_numpy(tensor), zoo.expected("strided")[path])

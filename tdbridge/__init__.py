@@ -8,6 +8,7 @@ td = tdbridge.to_torch(ad)           # and back
 from importlib.metadata import version
 
 from tdbridge import checkpoint as checkpoint
+from tdbridge.convert import LeafReport as LeafReport
 from tdbridge.convert import Report as Report
 from tdbridge.convert import explain as explain
 from tdbridge.convert import to_jax as to_jax
@@ -38,6 +39,7 @@ __all__ = [
     "FrozenError",
     "Layout",
     "LayoutError",
+    "LeafReport",
     "LeafSpec",
     "LeafTypeError",
     "NarrowingError",

@@ -18,7 +18,7 @@ Fate = Literal["shared", "copied", "refused"]
 
 
 @dataclass(frozen=True)
-class Row:
+class LeafReport:
     """What happens to one leaf.
 
     Attributes:
@@ -48,7 +48,7 @@ class Report:
     """
 
     to: Literal["jax", "torch"]
-    rows: tuple[Row, ...]
+    rows: tuple[LeafReport, ...]
 
     def nbytes(self, fate: Fate) -> int:
         """The bytes of all leaves of that fate."""
@@ -107,11 +107,11 @@ def explain(tree: Any, *, to: Literal["jax", "torch"]) -> Report:
     return Report(to, tuple(_row(path, leaf, why_not, why_copied) for path, leaf in found))
 
 
-def _row(path: Path, leaf: Any, why_not: Any, why_copied: Any) -> Row:
+def _row(path: Path, leaf: Any, why_not: Any, why_copied: Any) -> LeafReport:
     refused = why_not(leaf)
     reason = refused or why_copied(leaf) or ""
     fate: Fate = "refused" if refused else "copied" if reason else "shared"
     dtype = str(getattr(leaf, "dtype", type(leaf).__name__)).removeprefix("torch.")
     shape = () if refused else tuple(leaf.shape)
     nbytes = 0 if refused else int(leaf.nbytes)
-    return Row(path, dtype, shape, nbytes, fate, reason)
+    return LeafReport(path, dtype, shape, nbytes, fate, reason)

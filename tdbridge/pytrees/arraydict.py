@@ -1,6 +1,6 @@
 """ArrayDict: the JAX twin of TensorDict."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -93,7 +93,10 @@ class ArrayDict(Mapping[str, Any]):
                 return self._child(name)
             if name in cls.__dataclass_fields__:
                 return None
-        raise AttributeError(f"ArrayDict has no attribute {name!r}; keys are read by ad[{name!r}].")
+        raise AttributeError(
+            f"ArrayDict has no attribute {name!r}: read entries by ad[{name!r}], change them by "
+            "ad.replace(...)."
+        )
 
     def get(self, key: Key, default: Any = None) -> Any:
         """The entry at `key`, which may be a tuple, or `default`."""
@@ -123,9 +126,9 @@ class ArrayDict(Mapping[str, Any]):
         """
         return entries.pairs(self, include_nested, leaves_only)
 
-    def keys(self, include_nested: bool = False, leaves_only: bool = False) -> list[Any]:  # type: ignore[override]
+    def keys(self, include_nested: bool = False, leaves_only: bool = False) -> KeysView[Any]:
         """The keys, sorted; see `items` for the arguments."""
-        return [key for key, _ in self.items(include_nested, leaves_only)]
+        return dict(self.items(include_nested, leaves_only)).keys()
 
     def values(self, include_nested: bool = False, leaves_only: bool = False) -> list[Any]:  # type: ignore[override]
         """The values, in the order of the keys; see `items` for the arguments."""
@@ -153,6 +156,8 @@ class ArrayDict(Mapping[str, Any]):
         """A name or None per batch dimension.
 
         All None while a transformation (vmap, scan) has changed the number of batch dimensions.
+        JAX does not say which dimension vmap took or where it put it back: after a vmap whose
+        `out_axes` are not its `in_axes`, the names stand in the old order.
         """
         dims = self.batch_dims
         return list(self._definition.names_for(dims) or (None,) * dims)
@@ -285,7 +290,9 @@ class ArrayDict(Mapping[str, Any]):
         raise FrozenError(f"an ArrayDict is immutable: use ad.exclude({key!r}).")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise FrozenError(f"an ArrayDict is immutable: use ad.replace({name}=...).")
+        raise FrozenError(
+            f"an ArrayDict is immutable: use ad.replace(...) for other entries, got {name!r}."
+        )
 
     def __delattr__(self, name: str) -> None:
         raise FrozenError(f"an ArrayDict is immutable: use ad.exclude({name!r}).")

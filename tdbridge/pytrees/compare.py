@@ -8,6 +8,7 @@ import numpy as np
 from tdbridge.layout.constants import Constant
 from tdbridge.pytrees.build import build
 from tdbridge.pytrees.entries import Child, Make, entries_of, is_nested
+from tdbridge.pytrees.shaping import numpy_for
 
 Compare = Callable[[Any, Any], Any]
 
@@ -45,4 +46,5 @@ def _of_entries(left: Any, right: Any, size: tuple[int, ...], compare: Compare) 
         return Child(np.full(size, compare(left == right, True)), 0)
     if is_nested(left.value) and is_nested(right.value):
         return Child(_of_trees(left.value, right.value, compare), left.event_dims)
+    numpy_for((left.value, right.value))  # raises where JAX would compare narrowed values
     return Child(compare(left.value, right.value), left.event_dims)

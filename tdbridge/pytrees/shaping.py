@@ -6,10 +6,11 @@ All are one recursion, `combine`: what to do to the leaves, to a stored batch si
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tdbridge.errors import LeafTypeError
+from tdbridge.errors import LeafTypeError, NarrowingError
 from tdbridge.pytrees.entries import is_nested
 from tdbridge.pytrees.indexing import indexed, indexed_names, indexed_size, steps_of
 from tdbridge.pytrees.static import Names, NodeDef, Size
@@ -92,7 +93,7 @@ def stack(given: Iterable[Any], dim: int) -> Any:
     at = _axis(dim, len(sizes.pop()) + 1)
     return combine(
         trees,
-        lambda *leaves: _numpy_for(leaves).stack(leaves, at),
+        lambda *leaves: numpy_for(leaves).stack(leaves, at),
         lambda *old: (*old[0][:at], len(old), *old[0][at:]),
         lambda names: (*names[:at], None, *names[at:]),
     )
@@ -107,7 +108,7 @@ def cat(given: Iterable[Any], dim: int) -> Any:
         raise ValueError(f"cat needs trees that differ in batch dim {at} alone, got {sizes}.")
     return combine(
         trees,
-        lambda *leaves: _numpy_for(leaves).concatenate(leaves, at),
+        lambda *leaves: numpy_for(leaves).concatenate(leaves, at),
         lambda *old: (*old[0][:at], sum(size[at] for size in old), *old[0][at + 1 :]),
         lambda names: names,
     )
@@ -123,9 +124,22 @@ def _checked(trees: Iterable[Any], what: str) -> list[Any]:
     return found
 
 
-def _numpy_for(leaves: Iterable[Any]) -> Any:
-    """The numpy for these leaves: with that of JAX, 64 bits would not stay 64 bits."""
-    return np if all(isinstance(leaf, (np.ndarray, np.generic)) for leaf in leaves) else jnp
+def numpy_for(leaves: Sequence[Any]) -> Any:
+    """The numpy for these leaves: with that of JAX, 64 bits would not stay 64 bits.
+
+    Raises:
+        NarrowingError: numpy leaves of 64 bits stand beside jax arrays, while x64 is off.
+    """
+    plain = [leaf for leaf in leaves if isinstance(leaf, (np.ndarray, np.generic))]
+    if len(plain) == len(leaves):
+        return np
+    for leaf in plain:
+        if jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
+            raise NarrowingError(
+                f"got a numpy leaf of {leaf.dtype} beside a jax array: JAX would narrow it. "
+                "Convert it with tdbridge.to_jax first, or turn x64 on."
+            )
+    return jnp
 
 
 def _axis(dim: int, dims: int) -> int:

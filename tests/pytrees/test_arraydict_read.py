@@ -182,7 +182,7 @@ def test_fields_of_a_tensorclass_are_attributes():
 @pytest.mark.parametrize("ad", [AD, arrays("tensorclass")])
 def test_what_is_no_field_is_no_attribute(ad):
     """Any other attribute is an AttributeError that tells how keys are read."""
-    message = "ArrayDict has no attribute 'nothing'; keys are read by ad['nothing']."
+    message = "ArrayDict has no attribute 'nothing': read entries by ad['nothing'], change them"
     with pytest.raises(AttributeError, match=re.escape(message)):
         ad.nothing  # noqa: B018
     assert not hasattr(ad, "_nothing")

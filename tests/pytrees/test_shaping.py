@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 import tdbridge
-from tdbridge import ArrayDict
+from tdbridge import ArrayDict, NarrowingError
 from tests import zoo
 from tests.pytrees.trees import arrays
 
@@ -196,3 +196,17 @@ def test_any_iterable_of_trees_is_joined(join):
     """A generator is read once."""
     joined = join(tree for tree in [AD, AD])
     assert jax.tree.structure(joined) == jax.tree.structure(join([AD, AD]))
+
+
+@pytest.mark.parametrize("join", [ArrayDict.stack, ArrayDict.cat])
+def test_numpy_beside_jax_is_not_narrowed(join):
+    """JAX would wrap 2**40 to 0 when it joins a numpy leaf with one of its own: an error."""
+    wide = ArrayDict({"a": np.array([2**40])}, [1])
+    narrow = ArrayDict({"a": jnp.array([1])}, [1])
+    with pytest.raises(NarrowingError, match="a numpy leaf of int64 beside a jax array"):
+        join([wide, narrow])
+    with pytest.raises(NarrowingError, match="a numpy leaf of int64 beside a jax array"):
+        _ = wide == ArrayDict({"a": jnp.array([0])}, [1])
+    with jax.enable_x64(True):
+        narrow = ArrayDict({"a": jnp.array([1])}, [1])
+        assert np.asarray(join([wide, narrow])["a"]).ravel().tolist() == [2**40, 1]

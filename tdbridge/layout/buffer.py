@@ -73,7 +73,9 @@ def consolidate(
         if filename is not None or device is not None:
             raise LayoutError("got `out` with `filename` or `device`: the buffer of `out` is kept.")
         return _refill(out, layout, order, leaves)
-    target = torch.device(device) if device is not None else _device_of(tree, leaves)
+    # "cuda" is "cuda:0": an empty tensor tells.
+    given = None if device is None else torch.empty(0, device=device).device
+    target = given or _device_of(tree, leaves)
     if filename is None:
         storage = buffer_under(td, layout, order, leaves)
         if storage is not None and storage.device == target:

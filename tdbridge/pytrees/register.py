@@ -22,6 +22,7 @@ from tdbridge._compat.optree import register_globally
 from tdbridge.layout.classes import is_supported
 from tdbridge.layout.tree import is_node, names_of, node_of
 from tdbridge.pytrees.arraydict import ArrayDict, from_children
+from tdbridge.pytrees.export import register_export
 from tdbridge.pytrees.nodes import flatten_arraydict
 from tdbridge.pytrees.static import NodeDef, common_size, define, shapes_of, sized_followers
 
@@ -89,6 +90,7 @@ def _register_jax(cls: type, flatten: Any, unflatten: Any) -> None:
         return list(zip(keys, children, strict=True)), definition
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+    register_export(cls, f"tdbridge.{cls.__module__}.{cls.__qualname__}")
 
 
 def _register_optree(cls: type, flatten: Any, unflatten: Any) -> None:

@@ -8,6 +8,7 @@ td = tdbridge.to_torch(ad)           # and back
 from importlib.metadata import version
 
 from tdbridge import checkpoint as checkpoint
+from tdbridge import distributed as distributed
 from tdbridge.convert import LeafReport as LeafReport
 from tdbridge.convert import Report as Report
 from tdbridge.convert import explain as explain
@@ -15,6 +16,7 @@ from tdbridge.convert import to_jax as to_jax
 from tdbridge.convert import to_torch as to_torch
 from tdbridge.errors import CheckpointError as CheckpointError
 from tdbridge.errors import CopyError as CopyError
+from tdbridge.errors import DistributedError as DistributedError
 from tdbridge.errors import FrozenError as FrozenError
 from tdbridge.errors import LayoutError as LayoutError
 from tdbridge.errors import LeafTypeError as LeafTypeError
@@ -36,6 +38,7 @@ __all__ = [
     "ArrayDict",
     "CheckpointError",
     "CopyError",
+    "DistributedError",
     "FrozenError",
     "Layout",
     "LayoutError",
@@ -50,6 +53,7 @@ __all__ = [
     "UnsafeCheckpointError",
     "checkpoint",
     "consolidate",
+    "distributed",
     "explain",
     "layout_of",
     "register",

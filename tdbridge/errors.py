@@ -25,6 +25,10 @@ class LayoutError(TdbridgeError, ValueError):
     """Two layouts differ, or a layout does not describe what it is used on."""
 
 
+class DistributedError(TdbridgeError, RuntimeError):
+    """The processes of a job cannot do together what was asked for."""
+
+
 class FrozenError(TdbridgeError, TypeError):
     """An attempt to change an immutable tree."""
 

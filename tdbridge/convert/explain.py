@@ -9,9 +9,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from tdbridge.convert.leaves import crossing, take_apart
-from tdbridge.convert.sharing import why_not_to_jax, why_not_to_torch
-from tdbridge.convert.to_jax import crosses_to_jax, why_copied_to_jax
-from tdbridge.convert.to_torch import crosses_to_torch, why_copied_to_torch
+from tdbridge.convert.to_jax import crosses_to_jax, why_copied_to_jax, why_refused_to_jax
+from tdbridge.convert.to_torch import crosses_to_torch, why_copied_to_torch, why_refused_to_torch
 from tdbridge.layout.spec import Path, path_str
 
 Fate = Literal["shared", "copied", "refused"]
@@ -95,8 +94,8 @@ def explain(tree: Any, *, to: Literal["jax", "torch"]) -> Report:
         [(('x',), 'shared', ''), (('y',), 'copied', 'its strides (1, 3) are not row-major')]
     """
     rules = {
-        "jax": (crosses_to_jax, why_not_to_jax, why_copied_to_jax),
-        "torch": (crosses_to_torch, why_not_to_torch, why_copied_to_torch),
+        "jax": (crosses_to_jax, why_refused_to_jax, why_copied_to_jax),
+        "torch": (crosses_to_torch, why_refused_to_torch, why_copied_to_torch),
     }
     if to not in rules:
         raise ValueError(f'to is "jax" or "torch", got {to!r}.')

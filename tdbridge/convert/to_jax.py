@@ -6,8 +6,10 @@ from typing import Any
 import jax
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from tdbridge.convert.dlpack import numpy_to_tensor, shares_memory, tensors_to_arrays
+from tdbridge.convert.dtensor import global_array, local_shard, why_not_global
 from tdbridge.convert.leaves import replace_some, take_apart
 from tdbridge.convert.narrowing import Narrow, narrowed
 from tdbridge.convert.sharing import (
@@ -39,6 +41,9 @@ def to_jax(
     reads. Call `share_memory_()` before the conversion: after it, the tensor moves and the array
     stays on the old memory. Everything else is copied once. Leaves are detached from autograd.
 
+    A DTensor becomes an array over the processes of the job, its local shard shared in the same
+    way: see docs/sharding.md.
+
     Nothing moves between devices unless `device` or `sharding` asks for it, and the arrays are
     uncommitted unless one of them does, so that they mix with mesh-sharded parameters.
 
@@ -58,7 +63,8 @@ def to_jax(
         sizes, names, non-tensor entries and the torch-side class are kept.
 
     Raises:
-        LeafTypeError: leaves that cannot be carried (sparse, nested, quantized, DTensor, ...).
+        LeafTypeError: leaves that cannot be carried (sparse, nested, quantized, a Partial DTensor,
+            ...).
         NarrowingError: 64-bit leaves that would lose values.
         CopyError: `copy=False` and leaves that cannot be shared. Each of these errors lists every
             such leaf, before anything is converted.
@@ -106,7 +112,7 @@ def _convert(
         tensors = list(map(torch.Tensor.detach, leaves))
         ready = not copy and all_shared(tensors)
     else:
-        refuse(paths, [why_not_to_jax(leaf) for leaf in leaves], "to_jax")
+        refuse(paths, [*map(why_refused_to_jax, leaves)], "to_jax")
         tensors, ready = list(map(_detached, leaves)), False
     if not ready:
         if copy is False:
@@ -118,17 +124,28 @@ def _convert(
     arrays = tensors_to_arrays(tensors)
     if copy is False:
         _refuse_copies(paths, _not_shared(tensors, arrays))
-    return arrays
+    return [*map(_global, leaves, arrays)] if DTensor in {*map(type, leaves)} else arrays
+
+
+def _global(leaf: Any, array: jax.Array) -> jax.Array:
+    return global_array(leaf, array) if isinstance(leaf, DTensor) else array
 
 
 def _detached(leaf: Any) -> torch.Tensor:
+    if isinstance(leaf, DTensor):
+        return local_shard(leaf)
     return leaf.detach() if isinstance(leaf, torch.Tensor) else numpy_to_tensor(leaf)
+
+
+def why_refused_to_jax(leaf: torch.Tensor | np.ndarray) -> str | None:
+    """Why `to_jax` cannot carry a leaf, or None when it can."""
+    return why_not_global(leaf) if isinstance(leaf, DTensor) else why_not_to_jax(leaf)
 
 
 def why_copied_to_jax(leaf: torch.Tensor | np.ndarray) -> str | None:
     """Why `to_jax` copies a leaf that it carries, or None when the array shares its memory."""
     if isinstance(leaf, torch.Tensor):
-        return why_copied(leaf)
+        return why_copied(local_shard(leaf) if isinstance(leaf, DTensor) else leaf)
     return why_numpy_copied(leaf) or why_copied(numpy_to_tensor(leaf))
 
 

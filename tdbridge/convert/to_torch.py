@@ -9,6 +9,7 @@ import torch
 from jax.core import Tracer
 
 from tdbridge.convert.dlpack import arrays_to_tensors, numpy_to_tensor
+from tdbridge.convert.dtensor import array_to_dtensor, becomes_dtensor, why_not_dtensor
 from tdbridge.convert.leaves import replace_some, take_apart
 from tdbridge.convert.sharing import (
     Paths,
@@ -28,6 +29,9 @@ def to_torch(tree: Any, *, copy: bool | None = None, device: Any = None) -> Any:
     JAX takes the array for constant: an in-place operation in torch changes the array, and every
     other array and tensor over that memory. Pass `copy=True` for tensors to write to. Waits until
     the arrays are computed.
+
+    An array over the processes of the job becomes a DTensor, its local shard shared: see
+    docs/sharding.md.
 
     Args:
         tree: an ArrayDict, or any pytree with jax arrays, numpy arrays or ArrayDicts in it.
@@ -77,7 +81,7 @@ def _convert(arrays: Sequence[Any], paths: Paths, copy: bool | None) -> list[tor
     if all_on_one_device(arrays):
         tensors = arrays_to_tensors(arrays)
         return [tensor.clone() for tensor in tensors] if copy else tensors
-    refuse(paths, [why_not_to_torch(array) for array in arrays], "to_torch")
+    refuse(paths, [*map(why_refused_to_torch, arrays)], "to_torch")
     reasons = [why_copied_to_torch(array) for array in arrays]
     if copy is False:
         refuse_copies(paths, reasons, "Use copy=None.")
@@ -87,11 +91,16 @@ def _convert(arrays: Sequence[Any], paths: Paths, copy: bool | None) -> list[tor
     ]
 
 
+def why_refused_to_torch(array: Any) -> str | None:
+    """Why `to_torch` cannot carry a leaf, or None when it can."""
+    return why_not_dtensor(array) if becomes_dtensor(array) else why_not_to_torch(array)
+
+
 def why_copied_to_torch(array: Any) -> str | None:
     """Why `to_torch` copies a leaf that it carries, or None when the tensor shares its memory."""
     if not isinstance(array, jax.Array):
         return why_numpy_copied(np.asarray(array))
-    if array.is_fully_replicated:  # on one device, or whole on each of several
+    if array.is_fully_replicated or becomes_dtensor(array):  # whole here, or its shard here is
         return None
     return f"it is split over {len(array.sharding.device_set)} devices"
 
@@ -99,6 +108,8 @@ def why_copied_to_torch(array: Any) -> str | None:
 def _convert_one(array: Any, *, copied: bool, copy: bool | None) -> torch.Tensor:
     if not isinstance(array, jax.Array):
         tensor = numpy_to_tensor(array)
+    elif becomes_dtensor(array):
+        tensor = array_to_dtensor(array)
     elif copied:
         tensor = numpy_to_tensor(np.asarray(array))
     else:

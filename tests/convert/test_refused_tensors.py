@@ -16,7 +16,7 @@ from tensordict import (
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.masked import masked_tensor
 from torch.utils._pytree import tree_map
 
@@ -157,20 +157,19 @@ def device_mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=["shard", "replicate"])
-def test_a_dtensor_is_refused_and_its_local_shard_crosses(device_mesh: Any, placement: Any):
-    """A DTensor answers DLPack with garbage: it is named, with the two calls that help."""
-    sharded = distribute_tensor(torch.arange(16.0), device_mesh, [placement])
-    assert isinstance(sharded, DTensor)
-    td = TensorDict({"n": {"d": sharded}, "p": torch.nn.Parameter(sharded), "x": torch.ones(1)})
+@pytest.mark.parametrize("placement", [Partial(), Partial("max")], ids=repr)
+def test_a_partial_dtensor_is_refused_and_its_local_shard_crosses(device_mesh: Any, placement: Any):
+    """What only a DTensor can be is named with its path and the call that helps."""
+    partial = DTensor.from_local(torch.arange(16.0), device_mesh, [placement])
+    td = TensorDict({"n": {"d": partial}, "p": torch.nn.Parameter(partial), "x": torch.ones(1)})
     with pytest.raises(LeafTypeError) as error:
         to_jax(td)
     assert listed(error.value) == dict.fromkeys(
         ["['n', 'd']", "['p']"],
-        "got a DTensor: pass its local shard, `to_local()`, or `full_tensor()`.",
+        f"got {placement!r} on mesh axis 'mesh_dim_0', which JAX cannot spell: call "
+        "dtensor.redistribute(placements=...) with Replicate() or Shard(dim) there first.",
     )
-    for tensor in (sharded.to_local(), sharded.full_tensor()):
-        assert to_jax(tensor).tolist() == list(range(16))
+    assert to_jax(partial.to_local()).tolist() == list(range(16))
 
 
 @pytest.mark.parametrize(

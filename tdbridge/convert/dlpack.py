@@ -13,6 +13,7 @@ from tdbridge.layout.dtypes import TABLE, dtype_of
 
 # numpy has no dtype for these without ml_dtypes: they cross as integers of the same width.
 _CARRIER = {1: torch.uint8, 2: torch.int16}
+_CARRIED = {row.torch for row in TABLE if row.numpy is not None and row.numpy.isbuiltin != 1}
 _CARRIER_NUMPY = {
     row.name: {1: np.uint8, 2: np.int16}[row.itemsize]
     for row in TABLE
@@ -26,9 +27,9 @@ def numpy_view(tensor: torch.Tensor) -> np.ndarray:
     `Tensor.numpy()` pins the storage: a later `resize_` raises instead of leaving JAX on freed
     memory. The array keeps the detached tensor alive, so that `set_` and `.data =` do no harm.
     """
-    dtype = dtype_of(tensor.dtype).in_numpy
-    if dtype.isbuiltin == 1:
+    if tensor.dtype not in _CARRIED:
         return tensor.numpy()
+    dtype = dtype_of(tensor.dtype).in_numpy
     carrier = tensor.view(_CARRIER[tensor.element_size()])
     return carrier.numpy().view(dtype)
 

@@ -68,9 +68,12 @@ def _node_metadata(node: Node, tables: dict[Path, dict[str, Any]], path: Path) -
 
 
 def _has_stock_name(node: Node) -> bool:
-    return any(key in _RESERVED for key, _ in node.nested) or any(
-        key.startswith(_RAGGED) for key in node.keys
-    )
+    return any(key in _RESERVED for key, _ in node.nested) or _any_ragged(node.keys)
+
+
+@lru_cache(maxsize=1024)
+def _any_ragged(keys: tuple[str, ...]) -> bool:
+    return any(key.startswith(_RAGGED) for key in keys)
 
 
 # A leaf or a nested tensordict with a name that stock uses itself is recorded, with all others of

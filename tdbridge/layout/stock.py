@@ -34,11 +34,25 @@ def stock_metadata(tree: Node, layout: Layout) -> dict[str, Any]:
     return _node_metadata(tree, _leaf_tables(layout), ())
 
 
+class AddedDtype(str):
+    """The name of a dtype that stock's table has where tdbridge is imported.
+
+    Unpickled, it imports tdbridge: the names of stock's own table are plain strings.
+    """
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[type, tuple[str]]:
+        return AddedDtype, (str(self),)
+
+
 @lru_cache(maxsize=256)
 def _leaf_tables(layout: Layout) -> dict[Path, dict[str, tuple[Any, ...]]]:
     tables: dict[Path, dict[str, tuple[Any, ...]]] = {}
     for leaf in layout.leaves:
-        row = (str(dtype_of(leaf.dtype).in_torch), list(leaf.shape), leaf.offset, leaf.stop, 0)
+        name = str(dtype_of(leaf.dtype).in_torch)
+        stock = name if name in STOCK_DTYPES else AddedDtype(name)
+        row = (stock, list(leaf.shape), leaf.offset, leaf.stop, 0)
         tables.setdefault(leaf.path[:-1], {})[leaf.path[-1]] = row
     return tables
 
@@ -100,7 +114,7 @@ class EscapedNode(UserDict[str, Any]):
     """The metadata of a tensordict under another name: no dict, or stock would look it up."""
 
 
-torch.serialization.add_safe_globals([EscapedClass, EscapedNode])
+torch.serialization.add_safe_globals([AddedDtype, EscapedClass, EscapedNode])
 
 
 def _escaped(metadata: dict[str, Any], nested: dict[str, Any], cls: type) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from tdbridge._compat.torch import all_plain, copy_all, why_not_dense
 from tdbridge.errors import LayoutError, LeafTypeError
 from tdbridge.layout.allocate import allocate
 from tdbridge.layout.dtypes import dtype_of
-from tdbridge.layout.plan import plan_of
+from tdbridge.layout.plan import Plan, constants_of, full_layout, plan_of
 from tdbridge.layout.spec import ALIGNMENT, Layout, LeafSpec, Path, path_str
 from tdbridge.layout.stock import file_suffix, stock_metadata
 from tdbridge.layout.tree import Node, leaves_of, paths_of, rebuild, tree_of
@@ -68,11 +68,11 @@ def consolidate(
     """
     tree = tree_of(td)
     leaves = _checked_leaves(tree)
-    layout, order = plan_of(tree)
+    layout, order = plan = plan_of(tree)
     if out is not None:
         if filename is not None or device is not None:
             raise LayoutError("got `out` with `filename` or `device`: the buffer of `out` is kept.")
-        return _refill(out, layout, order, leaves)
+        return _refill(out, tree, plan, leaves)
     # "cuda" is "cuda:0": an empty tensor tells.
     given = None if device is None else torch.empty(0, device=device).device
     target = given or _device_of(tree, leaves)
@@ -178,18 +178,19 @@ def _extents(layout: Layout) -> tuple[tuple[int, int], ...]:
     return tuple((leaf.offset, leaf.nbytes) for leaf in layout.leaves)
 
 
-def _refill(out: Any, layout: Layout, order: Sequence[int], leaves: Sequence[Tensor]) -> Any:
+def _refill(out: Any, tree: Node, plan: Plan, leaves: Sequence[Tensor]) -> Any:
     target = tree_of(out)
     out_layout, out_order = plan_of(target)
-    if out_layout != layout:
-        raise LayoutError(f"`out` has another layout: {first_difference(out_layout, layout)}.")
+    if out_layout != plan.layout or constants_of(target) != constants_of(tree):
+        differ = first_difference(full_layout(target), full_layout(tree))
+        raise LayoutError(f"`out` has another layout: {differ}.")
     out_leaves = leaves_of(target)
-    if buffer_under(out, layout, out_order, out_leaves) is None:
+    if buffer_under(out, out_layout, out_order, out_leaves) is None:
         raise LayoutError(f"`out`, a {type(out).__name__}, is no result of tdbridge.consolidate.")
     slots: list[Any] = [None] * len(leaves)
     for i, leaf in zip(out_order, out_leaves, strict=True):
         slots[i] = leaf
-    copy_all([slots[i] for i in order], leaves)
+    copy_all([slots[i] for i in plan.order], leaves)
     return out
 
 

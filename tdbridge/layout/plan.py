@@ -1,5 +1,6 @@
 """Tree -> Layout, computed once per structure."""
 
+from dataclasses import replace
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -9,14 +10,15 @@ import torch
 from tdbridge.errors import LeafTypeError
 from tdbridge.layout.dtypes import dtype_of
 from tdbridge.layout.spec import Layout, NodeSpec, Path, make_layout, path_str
-from tdbridge.layout.tree import Node, tree_of
+from tdbridge.layout.tree import Node, tree_of, walk_nodes
 
 
 class Plan(NamedTuple):
     """A Layout, and where the leaves of one tree go in it.
 
     Attributes:
-        layout: the layout of the tree.
+        layout: the layout of the tree, without its non-tensor values: they move no byte, and one
+            that changes with each batch, as a counter does, must not cost a new plan each time.
         order: for the i-th leaf in the tree's own order, its index in `layout.leaves`.
     """
 
@@ -42,7 +44,26 @@ def layout_of(tree: Any) -> Layout:
         >>> layout.nbytes
         128
     """
-    return plan_of(tree_of(tree)).layout
+    return full_layout(tree_of(tree))
+
+
+def full_layout(node: Node) -> Layout:
+    """The layout of a described tree, its non-tensor values included."""
+    layout, constants = plan_of(node).layout, constants_of(node)
+    return _with_constants(layout, constants) if constants else layout
+
+
+def constants_of(node: Node) -> tuple[tuple[Path, Any], ...]:
+    """The non-tensor values of each node that has any, sorted by its path."""
+    found = [(path, child.constants) for path, child in walk_nodes(node) if child.constants]
+    return tuple(sorted(found, key=lambda item: item[0]))
+
+
+@lru_cache(maxsize=64)
+def _with_constants(layout: Layout, constants: tuple[tuple[Path, Any], ...]) -> Layout:
+    found = dict(constants)
+    nodes = [replace(node, constants=found.get(node.path, ())) for node in layout.nodes]
+    return Layout(layout.leaves, tuple(nodes))
 
 
 def plan_of(node: Node) -> Plan:
@@ -54,14 +75,14 @@ _dtype, _shape = attrgetter("dtype"), attrgetter("shape")
 
 
 def _signature(node: Node, path: Path = ()) -> tuple[Any, ...]:
-    """All that the layout depends on, plus the tree's own order, hashable."""
+    """All that the places of the leaves depend on, plus the tree's own order, hashable."""
     leaves = node.leaves
     try:
         types = tuple(map(_dtype, leaves)), tuple(map(_shape, leaves))
     except (AttributeError, RuntimeError):  # a strided nested tensor has no shape
         raise _error_of(node, path) from None
     nested = tuple([(key, _signature(child, (*path, key))) for key, child in node.nested])
-    return node.cls, node.batch_size, node.names, node.constants, node.keys, *types, nested
+    return node.cls, node.batch_size, node.names, node.keys, *types, nested
 
 
 def _error_of(node: Node, path: Path) -> LeafTypeError:
@@ -86,8 +107,8 @@ def _plan(signature: tuple[Any, ...]) -> Plan:
 
 
 def _collect(signature: Any, path: Path, leaves: list[Any], nodes: list[NodeSpec]) -> None:
-    cls, batch_size, names, constants, keys, dtypes, shapes, nested = signature
-    nodes.append(NodeSpec(path, cls, batch_size, names, constants))
+    cls, batch_size, names, keys, dtypes, shapes, nested = signature
+    nodes.append(NodeSpec(path, cls, batch_size, names))
     for key, dtype, shape in zip(keys, dtypes, shapes, strict=True):
         own = (*path, key)
         if not all(type(size) is int for size in shape):  # that of a ragged tensor is a symbol

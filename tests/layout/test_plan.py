@@ -269,3 +269,18 @@ def test_a_nested_tensor_is_named_by_its_whole_path(layout, message):
         leaf = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=layout)
     with pytest.raises(LeafTypeError, match=r"^\['n', 'x'\]: " + message):
         layout_of(TensorDict({"n": {"x": leaf}}))
+
+
+def test_a_value_that_changes_with_each_batch_costs_no_new_plan():
+    """A counter beside the tensors moves no byte: the plan is made once, the layouts differ."""
+
+    def batch(step: int) -> TensorDict:
+        td = TensorDict({"counted": torch.zeros(4, 3)}, [4])
+        return td.set_non_tensor("step", step)
+
+    first = layout_of(batch(0))
+    planned = plan._plan.cache_info().misses
+    layouts = [layout_of(batch(step)) for step in range(1, 5)]
+    assert plan._plan.cache_info().misses == planned
+    assert len({first, *layouts}) == 5
+    assert [layout.nodes[0].constants[0][1].value for layout in layouts] == [1, 2, 3, 4]

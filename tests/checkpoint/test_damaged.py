@@ -101,9 +101,11 @@ def test_a_damaged_orbax_file_never_changes_a_value(tmp_path):
             except CheckpointError as error:
                 assert str(place) in str(error)  # noqa: PT017 - which of the two it is, is open
             shutil.rmtree(place)
-    # Files of the writing process that the merged index does not point to.
+    # Files of the writing process that the merged index does not point to; how many there are
+    # differs from save to save.
     assert all(name.startswith("ocdbt.process_0/") for name, _ in harmless)
-    assert len(harmless) < 4 * len(files) / 2
+    assert len(harmless) < len(files) * (len(CUTS) + 1)
+    assert any(not str(name).startswith("ocdbt.process_0/") for name in files)
 
 
 @pytest.mark.parametrize("name", ["_METADATA", "_strings.json"])

@@ -37,9 +37,9 @@ def import_all(sources: Sequence[Any]) -> list[torch.Tensor]:
 
     The public function spends a third of its time on finding out what it was given.
     """
-    if _from_capsule is None or not all(type(s).__name__ == "PyCapsule" for s in sources[:1]):
-        return list(map(from_dlpack, sources))
-    return list(map(_from_capsule, sources))
+    only_capsules = {kind.__name__ for kind in {*map(type, sources)}} <= {"PyCapsule"}
+    use = from_dlpack if _from_capsule is None or not only_capsules else _from_capsule
+    return list(map(use, sources))
 
 
 _PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}

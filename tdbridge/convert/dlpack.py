@@ -12,12 +12,10 @@ from tdbridge.convert.sharing import why_numpy_copied
 from tdbridge.layout.dtypes import TABLE, dtype_of
 
 # numpy has no dtype for these without ml_dtypes: they cross as integers of the same width.
-_CARRIER = {1: torch.uint8, 2: torch.int16}
-_CARRIED = {row.torch for row in TABLE if row.numpy is not None and row.numpy.isbuiltin != 1}
-_CARRIER_NUMPY = {
-    row.name: {1: np.uint8, 2: np.int16}[row.itemsize]
+_CARRIERS = {
+    row.torch: dtype_of({1: "uint8", 2: "int16"}[row.itemsize])
     for row in TABLE
-    if row.torch is not None and row.numpy is not None and row.numpy.isbuiltin != 1
+    if row.crosses and row.in_numpy.isbuiltin != 1
 }
 
 
@@ -27,11 +25,10 @@ def numpy_view(tensor: torch.Tensor) -> np.ndarray:
     `Tensor.numpy()` pins the storage: a later `resize_` raises instead of leaving JAX on freed
     memory. The array keeps the detached tensor alive, so that `set_` and `.data =` do no harm.
     """
-    if tensor.dtype not in _CARRIED:
+    carrier = _CARRIERS.get(tensor.dtype)
+    if carrier is None:
         return tensor.numpy()
-    dtype = dtype_of(tensor.dtype).in_numpy
-    carrier = tensor.view(_CARRIER[tensor.element_size()])
-    return carrier.numpy().view(dtype)
+    return tensor.view(carrier.in_torch).numpy().view(dtype_of(tensor.dtype).in_numpy)
 
 
 def tensors_to_arrays(tensors: Sequence[torch.Tensor]) -> list[jax.Array]:
@@ -67,8 +64,8 @@ def numpy_to_tensor(array: np.ndarray | np.generic) -> torch.Tensor:
     plain = np.asarray(array)
     if why_numpy_copied(plain) is not None:
         plain = plain.astype(dtype.in_numpy)  # always a copy, in native byte order
-    carrier = _CARRIER_NUMPY.get(dtype.name, dtype.in_numpy)
-    return torch.from_numpy(plain.view(carrier)).view(dtype.in_torch)
+    carrier = _CARRIERS.get(dtype.torch, dtype)
+    return torch.from_numpy(plain.view(carrier.in_numpy)).view(dtype.in_torch)
 
 
 def shares_memory(tensor: torch.Tensor, array: jax.Array) -> bool:

@@ -29,7 +29,7 @@ _MASKED = "a MaskedArray, whose mask would be lost: call `filled(...)`, or pass 
 
 def _why_not_dtype(dtype: Any, fault: str) -> str | None:
     row = _known(dtype)
-    if row is not None and row.numpy is not None and row.torch is not None:
+    if row is not None and row.crosses:
         return None
     if row is None and isinstance(dtype, np.dtype):
         return f"dtype {dtype}, which is no number: keep it outside of the tree"
@@ -133,8 +133,8 @@ def all_carried(leaves: Sequence[Any]) -> bool:
     return all_plain(leaves) and {leaf.dtype for leaf in leaves} <= _CARRIED
 
 
-_CARRIED = {row.torch for row in TABLE if row.torch is not None and row.numpy is not None}
-_CARRIED_NUMPY = {row.numpy for row in TABLE if row.torch is not None and row.numpy is not None}
+_CARRIED = {row.torch for row in TABLE if row.crosses}
+_CARRIED_NUMPY = {row.numpy for row in TABLE if row.crosses}
 
 
 def all_shared(tensors: Sequence[torch.Tensor]) -> bool:

@@ -30,6 +30,11 @@ class DType:
     itemsize: int
 
     @property
+    def crosses(self) -> bool:
+        """Whether both sides have it."""
+        return self.torch is not None and self.numpy is not None
+
+    @property
     def in_torch(self) -> "torch.dtype":
         """The torch dtype.
 

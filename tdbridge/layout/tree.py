@@ -218,7 +218,7 @@ def rebuild(node: Node, leaves: Iterator[Any], device: torch.device | None = Non
             entries[key] = rebuild(child, leaves, device)
         for key, constant in node.constants:
             entries[key] = compat.non_tensor(constant.value, node.batch_size, own_device)
-        entries = {key: entries[key] for key in _own_order(node.source)}
+        entries = {key: entries[key] for key in list(node.source.keys())}
     return compat.new_tensordict(
         node.cls,
         entries,
@@ -226,7 +226,3 @@ def rebuild(node: Node, leaves: Iterator[Any], device: torch.device | None = Non
         names=node.names,
         device=own_device,
     )
-
-
-def _own_order(source: Any) -> Sequence[str]:
-    return list(source.keys())

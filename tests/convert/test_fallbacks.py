@@ -11,6 +11,8 @@ from tensordict import TensorDict
 import tdbridge._compat.jax as compat
 import tdbridge.convert.dlpack as dlpack
 from tdbridge import CopyError, to_jax, to_torch
+from tdbridge._compat.jax import dlpack_sources
+from tdbridge._compat.torch import import_all
 from tdbridge.convert.sharing import why_copied
 from tests import zoo
 from tests.convert.trees import address, aligned, listed, pairs, x64_for
@@ -103,3 +105,11 @@ def test_sharing_is_checked_and_not_assumed(kind: str, monkeypatch: pytest.Monke
     with pytest.raises(CopyError) as error:
         to_jax(trees[kind], copy=False)
     assert list(listed(error.value)) == ["['x']"]
+
+
+def test_capsules_and_arrays_are_imported_side_by_side():
+    """On a machine with an accelerator some arrays come as capsules and some as they are."""
+    array = jnp.arange(3.0)
+    sources = [*dlpack_sources([array]), array]
+    assert [tensor.tolist() for tensor in import_all(sources)] == [[0.0, 1.0, 2.0]] * 2
+    assert import_all([]) == []

@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.compare import flat_values
 
-Run = Callable[[], Any]
+Run = Callable[..., Any]
 
 #: Nanoseconds in one unit of time.
 UNITS = {"ns": 1, "us": 1_000, "ms": 1_000_000, "s": 1_000_000_000}
@@ -42,7 +42,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Contenders:
-    """What is timed in one case; each is called without arguments.
+    """What is timed in one case; each is called without arguments, or with what ``fresh`` gives.
 
     Args:
         ours: The work, done by tdbridge.
@@ -51,6 +51,8 @@ class Contenders:
             is not compared.
         ready: Called on each result inside the timing, to wait for what was only dispatched:
             ``jax.block_until_ready``, say.
+        fresh: Makes the argument of each single call, outside the timing: for work that is done
+            once on an input, and is cheaper a second time.
         values: Turns a result into arrays by path, by which ours and the peers are compared.
     """
 
@@ -58,6 +60,7 @@ class Contenders:
     peers: Mapping[str, Run] = field(default_factory=dict)
     floor: Run | None = None
     ready: Callable[[Any], Any] | None = None
+    fresh: Callable[[], Any] | None = None
     values: Callable[[Any], Mapping[str, Any]] = flat_values
 
     def __post_init__(self) -> None:
@@ -68,6 +71,13 @@ class Contenders:
         """Return every contender by name, ours first and the floor last."""
         floor = {} if self.floor is None else {FLOOR: self.floor}
         return {OURS: self.ours, **self.peers, **floor}
+
+    def called(self) -> dict[str, Run]:
+        """Return every contender by name, each to be called without arguments, input included."""
+        fresh = self.fresh
+        if fresh is None:
+            return self.awaited()
+        return {name: _on(run, fresh) for name, run in self.awaited().items()}
 
     def awaited(self) -> dict[str, Run]:
         """Return every contender by name, each returning only when its result is there."""
@@ -83,14 +93,14 @@ class Case:
         name: Unique in its suite.
         build: Makes the data and the contenders. Called when the case is run, so listing
             the cases is cheap and one case's data is gone when the next one runs.
-        goal: What our time should be, if there is a goal.
+        goal: What our time should be, if there is a goal; several if all are to be met.
         unit: The unit of time of the row, one of ``UNITS``.
         peak: Whether to measure the peak memory of each contender too.
     """
 
     name: str
     build: Callable[[], Contenders]
-    goal: Goal | None = None
+    goal: Goal | tuple[Goal, ...] | None = None
     unit: str = "us"
     peak: bool = False
 
@@ -100,6 +110,17 @@ class Case:
                 f"{self.name}: the unit is one of {list(UNITS)}, got {self.unit!r}"
             )
 
+    @property
+    def goals(self) -> tuple[Goal, ...]:
+        """The goals, however many there are."""
+        if isinstance(self.goal, Goal):
+            return (self.goal,)
+        return self.goal or ()
+
 
 def _then(run: Run, ready: Callable[[Any], Any]) -> Run:
-    return lambda: ready(run())
+    return lambda *given: ready(run(*given))
+
+
+def _on(run: Run, fresh: Callable[[], Any]) -> Run:
+    return lambda: run(fresh())

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.case import FLOOR, OURS
-from benchmarks.runner import Row
+from benchmarks.runner import AND, Row
 
 PACKAGES = ("torch", "jax", "tensordict", "numpy", "tdbridge")
 Load = tuple[float, float, float]
@@ -77,11 +77,11 @@ def _add_row(table: Table, row: Row) -> None:
     if row["floor"] is not None:
         times[FLOOR] = row["floor"]
     first: list[Any] = [f"{row['suite']}/{row['name']}", _takes(row, OURS, row["ours"])]
-    goal = _goal(row)
+    goals = iter(_goals(row))
     for name, time in times.items() or [("", None)]:
         cells = ["", ""] if time is None else [_takes(row, name, time), _speed(row, name, time)]
-        table.add_row(*first, name, *cells, goal)
-        first, goal = ["", ""], Text()
+        table.add_row(*first, name, *cells, next(goals, Text()))
+        first = ["", ""]
     table.add_section()
 
 
@@ -99,11 +99,16 @@ def _speed(row: Row, name: str, time: float) -> Text:
     return speed(row["ours"], time)
 
 
-def _goal(row: Row) -> Text:
-    if row["met"] is None:
-        return Text()
-    verdict = Text("met", "green") if row["met"] else Text("MISSED", "bold red")
-    return verdict.append(f": {row['goal']}", "not bold default")
+def _goals(row: Row) -> list[Text]:
+    """One verdict per goal; there are never more of them than rivals."""
+    return [
+        _verdict(goal, goal in row["missed"]) for goal in (row["goal"] or "").split(AND) if goal
+    ]
+
+
+def _verdict(goal: str, missed: bool) -> Text:
+    verdict = Text("MISSED", "bold red") if missed else Text("met", "green")
+    return verdict.append(f": {goal}", "not bold default")
 
 
 def _caption(head: dict[str, Any]) -> str:

@@ -9,9 +9,15 @@ from benchmarks.compare import difference
 from benchmarks.memory import peak_mb
 from benchmarks.timing import Timing, alternate
 
+AND = " and "
+
 
 class Row(TypedDict):
-    """One result, as the JSON file has it; times are medians in ``unit``."""
+    """One result, as the JSON file has it; times are medians in ``unit``.
+
+    ``goal`` joins the conditions with "and", ``met`` is whether all hold, and ``missed`` lists
+    those that do not.
+    """
 
     suite: str
     name: str
@@ -21,6 +27,7 @@ class Row(TypedDict):
     floor: float | None
     goal: str | None
     met: bool | None
+    missed: list[str]
     spread: dict[str, list[float]]
     peak_mb: NotRequired[dict[str, float]]
 
@@ -36,13 +43,14 @@ def run_case(
     label = f"{suite}/{case.name}"
     contenders = case.build()
     runs = contenders.awaited()
-    if case.goal is not None and case.goal.against not in runs:
-        raise BenchmarkError(f"{label}: no {case.goal.against!r} competes, but the goal names it")
+    for goal in case.goals:
+        if goal.against not in runs:
+            raise BenchmarkError(f"{label}: no {goal.against!r} competes, but the goal names it")
     check_values(label, contenders)
-    samples = alternate(runs, timing, after_round)
+    samples = alternate(runs, timing, after_round, contenders.fresh)
     row = make_row(suite, case, samples)
     if case.peak:
-        row["peak_mb"] = {name: _rounded(peak_mb(run)) for name, run in runs.items()}
+        row["peak_mb"] = {name: _rounded(peak_mb(run)) for name, run in contenders.called().items()}
     return row
 
 
@@ -52,7 +60,7 @@ def check_values(label: str, contenders: Contenders) -> None:
     Raises:
         BenchmarkError: With the case, the peer and the first leaf that differs.
     """
-    runs = contenders.awaited()
+    runs = contenders.called()
     ours = contenders.values(runs[OURS]())
     for peer in contenders.peers:
         found = difference(ours, contenders.values(runs[peer]()))
@@ -64,6 +72,8 @@ def make_row(suite: str, case: Case, samples: Mapping[str, list[float]]) -> Row:
     """Return the row of a case from each contender's samples in nanoseconds."""
     scaled = {k: [ns / UNITS[case.unit] for ns in values] for k, values in samples.items()}
     times = {name: _rounded(statistics.median(values)) for name, values in scaled.items()}
+    # Of the rounded times, so that who reads the file comes to the same answer.
+    missed = [str(goal) for goal in case.goals if not goal.is_met(times)]
     return {
         "suite": suite,
         "name": case.name,
@@ -71,9 +81,9 @@ def make_row(suite: str, case: Case, samples: Mapping[str, list[float]]) -> Row:
         "ours": times[OURS],
         "peers": {name: time for name, time in times.items() if name not in (OURS, FLOOR)},
         "floor": times.get(FLOOR),
-        "goal": None if case.goal is None else str(case.goal),
-        # Of the rounded times, so that who reads the file comes to the same answer.
-        "met": None if case.goal is None else case.goal.is_met(times),
+        "goal": AND.join(map(str, case.goals)) or None,
+        "met": not missed if case.goals else None,
+        "missed": missed,
         "spread": {k: [_rounded(min(v)), _rounded(max(v))] for k, v in scaled.items()},
     }
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat
+from typing import Any
 
 from benchmarks.case import Run
 
@@ -30,7 +31,10 @@ class Timing:
 
 
 def alternate(
-    runs: Mapping[str, Run], timing: Timing, after_round: Callable[[], None] = lambda: None
+    runs: Mapping[str, Run],
+    timing: Timing,
+    after_round: Callable[[], None] = lambda: None,
+    fresh: Callable[[], Any] | None = None,
 ) -> dict[str, list[float]]:
     """Return each contender's samples, in nanoseconds per call.
 
@@ -40,31 +44,46 @@ def alternate(
     """
     samples: dict[str, list[float]] = {name: [] for name in runs}
     with without_gc():
-        repeats = {name: _warmed(run, timing) for name, run in runs.items()}
+        repeats = {name: _warmed(run, timing, fresh) for name, run in runs.items()}
         for number in range(timing.rounds):
             # Uncollected cycles would pile up over the rounds.
             gc.collect()
             for name in rotated(list(runs), number):
-                elapsed = sample(runs[name], repeats[name], timing.clock)
+                elapsed = sample(runs[name], repeats[name], timing.clock, fresh)
                 samples[name].append(elapsed / repeats[name])
             after_round()
     return samples
 
 
-def sample(run: Run, repeats: int, clock: Callable[[], int]) -> int:
-    """Return how long ``repeats`` calls take, in nanoseconds."""
+def sample(
+    run: Run, repeats: int, clock: Callable[[], int], fresh: Callable[[], Any] | None = None
+) -> int:
+    """Return how long ``repeats`` calls take, in nanoseconds.
+
+    With ``fresh`` each is timed on its own, what makes its argument and frees its result left out.
+    """
+    if fresh is not None:
+        return sum(_once(run, fresh(), clock) for _ in range(repeats))
     start = clock()
     for _ in repeat(None, repeats):
         run()
     return clock() - start
 
 
-def calibrate(run: Run, timing: Timing) -> int:
+def _once(run: Run, given: Any, clock: Callable[[], int]) -> int:
+    start = clock()
+    result = run(given)
+    elapsed = clock() - start
+    del result
+    return elapsed
+
+
+def calibrate(run: Run, timing: Timing, fresh: Callable[[], Any] | None = None) -> int:
     """Return how many calls one sample needs to last ``timing.at_least_ns``."""
     repeats = 1
     while True:
         # The least of three: one interruption must not make a short call look long.
-        elapsed = max(1, min(sample(run, repeats, timing.clock) for _ in range(3)))
+        elapsed = max(1, min(sample(run, repeats, timing.clock, fresh) for _ in range(3)))
         if elapsed >= timing.at_least_ns:
             return repeats
         wanted = math.ceil(repeats * timing.at_least_ns / elapsed)
@@ -96,7 +115,6 @@ def without_gc() -> Iterator[None]:
             gc.enable()
 
 
-def _warmed(run: Run, timing: Timing) -> int:
-    for _ in range(timing.warmups):
-        run()
-    return calibrate(run, timing)
+def _warmed(run: Run, timing: Timing, fresh: Callable[[], Any] | None) -> int:
+    sample(run, timing.warmups, timing.clock, fresh)
+    return calibrate(run, timing, fresh)

@@ -11,9 +11,12 @@ from tdbridge import checkpoint as checkpoint
 from tdbridge import distributed as distributed
 from tdbridge.convert import LeafReport as LeafReport
 from tdbridge.convert import Report as Report
+from tdbridge.convert import debug_aliasing as debug_aliasing
 from tdbridge.convert import explain as explain
 from tdbridge.convert import to_jax as to_jax
 from tdbridge.convert import to_torch as to_torch
+from tdbridge.convert import written_since as written_since
+from tdbridge.errors import AliasingError as AliasingError
 from tdbridge.errors import CheckpointError as CheckpointError
 from tdbridge.errors import CopyError as CopyError
 from tdbridge.errors import DistributedError as DistributedError
@@ -30,11 +33,14 @@ from tdbridge.layout import Segment as Segment
 from tdbridge.layout import consolidate as consolidate
 from tdbridge.layout import layout_of as layout_of
 from tdbridge.pytrees import ArrayDict as ArrayDict
+from tdbridge.pytrees import PackedArrayDict as PackedArrayDict
+from tdbridge.pytrees import PRNGKey as PRNGKey
 from tdbridge.pytrees import register as register
 
 __version__ = version("tdbridge")
 
 __all__ = [
+    "AliasingError",
     "ArrayDict",
     "CheckpointError",
     "CopyError",
@@ -47,16 +53,20 @@ __all__ = [
     "LeafTypeError",
     "NarrowingError",
     "NodeSpec",
+    "PRNGKey",
+    "PackedArrayDict",
     "Report",
     "Segment",
     "TdbridgeError",
     "UnsafeCheckpointError",
     "checkpoint",
     "consolidate",
+    "debug_aliasing",
     "distributed",
     "explain",
     "layout_of",
     "register",
     "to_jax",
     "to_torch",
+    "written_since",
 ]

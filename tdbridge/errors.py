@@ -21,6 +21,10 @@ class CopyError(TdbridgeError, ValueError):
     """`copy=False` was asked for and at least one leaf would be copied."""
 
 
+class AliasingError(TdbridgeError, RuntimeError):
+    """Memory shared with JAX was written or moved, or nobody recorded whether it was."""
+
+
 class LayoutError(TdbridgeError, ValueError):
     """Two layouts differ, or a layout does not describe what it is used on."""
 

@@ -27,10 +27,11 @@ from benchmarks.cli import app
 from benchmarks.compare import as_numpy, difference, flat_values
 from benchmarks.memory import peak_mb
 from benchmarks.runner import Row, check_values, make_row, run_case
+from benchmarks.suites import convert
 from benchmarks.timing import Timing, alternate, calibrate, rotated, sample
 
 ROOT = Path(__file__).parent.parent
-ROW_KEYS = {"suite", "name", "unit", "ours", "peers", "floor", "goal", "met", "spread"}
+ROW_KEYS = {"suite", "name", "unit", "ours", "peers", "floor", "goal", "met", "missed", "spread"}
 HEAD_KEYS = {"date", "versions", "cpus", "load_before", "load_after", "rounds", "quick"}
 VERSIONS = {"python", "torch", "jax", "tensordict", "numpy", "tdbridge"}
 
@@ -203,6 +204,7 @@ def test_a_row_has_the_medians_and_the_extremes_in_the_unit_of_the_case():
         "floor": 1.0,
         "goal": "ours <= 0.5 * peers['peer']",
         "met": True,
+        "missed": [],
         "spread": {"ours": [1.0, 9.0], "peer": [4.0, 4.0], "floor": [1.0, 7.0]},
     }
 
@@ -231,6 +233,15 @@ def test_results_are_awaited_inside_the_timing(clock: FakeClock):
     )
     row = run_case("s", Case("c", lambda: contenders, unit="ns"), clock.timing(1))
     assert (row["ours"], row["peers"]) == (101.0, {"peer": 102.0})
+
+
+def test_of_several_goals_all_have_to_be_met_and_the_missed_ones_are_named():
+    """Ours 4, a peer of 10, a floor of 1: at most half the peer, more than twice the floor."""
+    goals = (Goal(0.5, "peer"), Goal(2, "floor"))
+    case = Case("c", lambda: Contenders(int), goals, unit="ns")
+    row = make_row("s", case, {"ours": [4.0], "peer": [10.0], "floor": [1.0]})
+    assert row["goal"] == "ours <= 0.5 * peers['peer'] and ours <= 2 * floor"
+    assert (row["met"], row["missed"]) == (False, ["ours <= 2 * floor"])
 
 
 def test_a_goal_against_nobody_is_refused(clock: FakeClock):
@@ -365,6 +376,20 @@ def test_the_table_shows_times_ratios_and_goals():
         assert part in text
 
 
+def test_the_table_has_a_verdict_for_each_goal():
+    """One a line, beside the rivals: the first is met, the second missed."""
+    goals = (Goal(0.5, "peer"), Goal(2, "floor"))
+    case = Case("c", lambda: Contenders(int), goals, unit="ns")
+    row = make_row("s", case, {"ours": [4.0], "peer": [10.0], "floor": [1.0]})
+    head = report.make_head(rounds=1, quick=True, load_before=(0, 0, 0))
+    console = Console(width=140)
+    with console.capture() as captured:
+        console.print(report.make_table(head, [row]))
+    lines = [line for line in captured.get().splitlines() if " ours <= " in line]
+    assert ["met: ours <= 0.5 * peers['peer']" in line for line in lines] == [True, False]
+    assert ["MISSED: ours <= 2 * floor" in line for line in lines] == [False, True]
+
+
 def test_the_table_shows_peak_memory_where_it_was_measured():
     """Beside the time of the contender that took it."""
     row = row_of(ours=2.0, peer=1.0)
@@ -441,14 +466,84 @@ def test_the_core_suite_runs_and_writes_what_it_measured(tmp_path: Path):
         "to_torch-1000",
     ]
     for row in written["rows"]:
-        check_row(row)
+        check_row(row, "core")
 
 
-def check_row(row: Row) -> None:
+# The suite "convert"
+
+CONVERT_CASES = """
+to_jax-10 to_jax-20 to_jax-10-consolidated to_torch-10 to_torch-20 to_torch-10-again
+packed-10 packed-20 consolidate-10 refill-10 flatten-10
+""".split()
+
+
+@pytest.fixture
+def few_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convert, "COUNTS", (10, 20))
+    monkeypatch.setattr(convert, "MAIN", 10)
+
+
+@pytest.mark.usefixtures("few_leaves")
+@pytest.mark.parametrize("name", CONVERT_CASES)
+def test_ours_and_the_peers_of_the_convert_suite_give_the_same_values(name: str):
+    """Each case can be built and run, and its goals name who competes."""
+    (case,) = [case for case in convert.cases(quick=False) if case.name == name]
+    row = run_case("convert", case, Timing(1, at_least_ns=1, warmups=0))
+    check_row(row, "convert")
+
+
+def test_what_is_made_fresh_is_made_for_each_call_and_not_timed():
+    """Each contender gets a new input in each call, and its making does not count."""
+    made: list[object] = []
+    seen: list[object] = []
+    now = [0]
+
+    def fresh() -> object:
+        now[0] += 1_000_000
+        made.append(object())
+        return made[-1]
+
+    def run(given: object) -> None:
+        now[0] += 7
+        seen.append(given)
+
+    timing = Timing(2, clock=lambda: now[0], at_least_ns=20, warmups=1)
+    samples = alternate({"ours": run, "peer": run}, timing, fresh=fresh)
+    assert samples == {"ours": [7.0, 7.0], "peer": [7.0, 7.0]}
+    assert seen == made
+    assert len({*map(id, made)}) == len(made)
+
+
+@pytest.mark.usefixtures("few_leaves")
+def test_quick_leaves_the_largest_trees_of_the_convert_suite_out():
+    """The others stay, in their order."""
+    names = [case.name for case in convert.cases(quick=True)]
+    assert names == [name for name in CONVERT_CASES if "-20" not in name]
+
+
+@pytest.mark.usefixtures("few_leaves")
+def test_an_optional_peer_that_is_absent_is_noted_and_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """No goal names it then, and the rest is timed all the same."""
+    monkeypatch.setattr(convert, "HAS_TORCH2JAX", False)
+    monkeypatch.setattr(convert, "BINDINGS", None)
+    row = run_case("convert", next(iter(convert.cases(quick=True))), Timing(1, at_least_ns=1))
+    assert (set(row["peers"]), row["goal"]) == (
+        {"from_dlpack"},
+        "ours <= 0.2 * peers['from_dlpack']",
+    )
+    note = capsys.readouterr().err
+    assert "wrap_torch2jax is not installed" in note
+    assert "DLPack binding" in note
+
+
+def check_row(row: Row, suite: str) -> None:
     """Assert the schema of a row; no time of it."""
     assert set(row) == ROW_KEYS
-    assert (row["suite"], row["unit"]) == ("core", "us")
-    assert set(row["spread"]) == {"ours", "floor", *row["peers"]}
+    assert (row["suite"], row["unit"]) == (suite, "us")
+    floor = set() if row["floor"] is None else {"floor"}
+    assert set(row["spread"]) == {"ours", *row["peers"]} | floor
     assert (row["met"] is None) == (row["goal"] is None)
     for low, high in row["spread"].values():
         assert 0 < low <= high

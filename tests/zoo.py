@@ -1,7 +1,8 @@
 """The trees that every test file runs over, and what is in them, worked out with numpy.
 
 `TREES` maps a name to a function that builds a fresh TensorDict or tensorclass. Every leaf is
-filled with a known pattern, so `expected(name)` needs no code of tdbridge.
+filled with a known pattern, so `expected(name)` needs no code of tdbridge. `KINDS` has the trees
+that are more than dicts of tensors of one batch; `described` says what one is.
 """
 
 from collections.abc import Callable
@@ -10,7 +11,18 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import torch
-from tensordict import NonTensorData, TensorClass, TensorDict
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    NonTensorStack,
+    TensorClass,
+    TensorDict,
+    TensorDictParams,
+    UnbatchedTensor,
+    is_non_tensor,
+    is_tensor_collection,
+    lazy_stack,
+)
 
 BOTH = (
     "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 "
@@ -211,3 +223,130 @@ def nodes(tree: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
     """Equal in dtype, shape and every bit: NaN payloads and the sign of zero count."""
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def nested_too() -> TensorDict:
+    td = nested()
+    return td.set("obs", td["obs"] + 4)
+
+
+def lazy() -> LazyStackedTensorDict:
+    return LazyStackedTensorDict(nested(), nested_too())
+
+
+def lazy_named() -> LazyStackedTensorDict:
+    return LazyStackedTensorDict(nested(), nested_too(), stack_dim=1, stack_dim_name="row")
+
+
+def lazy_unequal() -> LazyStackedTensorDict:
+    """Members of other batch sizes, with other keys and other non-tensor values."""
+    a = TensorDict({"x": pattern("float32", 2, 3), "s": "one"}, [2])
+    b = TensorDict({"x": pattern("float32", 3, 3), "y": pattern("int8", 3), "s": "two"}, [3])
+    return LazyStackedTensorDict(a, b)
+
+
+def lazy_of_lazy() -> LazyStackedTensorDict:
+    return LazyStackedTensorDict(lazy(), lazy(), stack_dim=2)
+
+
+def lazy_leafless() -> LazyStackedTensorDict:
+    return LazyStackedTensorDict(TensorDict({}, [3]), TensorDict({}, [3]), stack_dim=1)
+
+
+def lazy_of_tensorclasses() -> Any:
+    return lazy_stack([tensorclass(), tensorclass()], 1)
+
+
+def lazy_inside() -> TensorDict:
+    return TensorDict({"x": pattern("float32", 4), "rows": lazy_named()}, [4])
+
+
+def values_per_element() -> TensorDict:
+    """One value each, of types that have no hash among them."""
+    values = [[1, 2], {"k": 1}, np.arange(3), None]
+    stack = NonTensorStack(*[NonTensorData(value) for value in values])
+    return TensorDict({"x": pattern("float32", 4), "n": {"v": stack}}, [4])
+
+
+def values_in_two_dims() -> TensorDict:
+    columns = [NonTensorStack("a", "b"), NonTensorStack("c", "d"), NonTensorStack("e", "f")]
+    stack = NonTensorStack(*columns, stack_dim=1)
+    return TensorDict({"x": pattern("float32", 2, 3), "v": stack}, [2, 3])
+
+
+def unbatched() -> TensorDict:
+    inner = TensorDict({"u": UnbatchedTensor(pattern("int8", 2, 2)), "y": pattern("int8", 4)}, [4])
+    return TensorDict(
+        {"u": UnbatchedTensor(pattern("float32", 5)), "x": pattern("float32", 4), "n": inner}, [4]
+    )
+
+
+def params() -> TensorDictParams:
+    td = TensorDict({"w": pattern("float32", 2, 3), "n": {"b": pattern("float32", 3)}, "s": "text"})
+    return TensorDictParams(td)
+
+
+def params_inside() -> TensorDict:
+    return TensorDict({"x": pattern("float32", 1), "p": params()})
+
+
+def module() -> TensorDict:
+    net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
+    return TensorDict.from_module(net).apply(lambda p: pattern("float32", *p.shape))
+
+
+def jagged() -> TensorDict:
+    rows = [pattern("float32", 2, 3), pattern("float32", 4, 3)]
+    return TensorDict(
+        {"j": torch.nested.nested_tensor(rows, layout=torch.jagged), "x": pattern("int8", 2)}, [2]
+    )
+
+
+def jagged_transposed() -> TensorDict:
+    td = jagged()
+    return TensorDict({"n": {"j": td["j"].transpose(1, 2)}}, [2])
+
+
+def jagged_with_gaps() -> TensorDict:
+    start, length = torch.tensor([0, 1]), torch.tensor([3, 4])
+    narrow: Any = torch.nested.narrow
+    rows = narrow(pattern("float32", 2, 10), 1, start, length, layout=torch.jagged)
+    return TensorDict({"j": rows}, [2])
+
+
+def lazy_of_jagged() -> LazyStackedTensorDict:
+    return LazyStackedTensorDict(jagged(), jagged_with_gaps())
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    f.__name__: f
+    for f in (
+        lazy, lazy_named, lazy_unequal, lazy_of_lazy, lazy_leafless, lazy_of_tensorclasses,
+        lazy_inside, values_per_element, values_in_two_dims, unbatched, params, params_inside,
+        module, jagged, jagged_transposed, jagged_with_gaps, lazy_of_jagged,
+    )
+}  # fmt: skip
+
+
+def described(tree: Any) -> Any:
+    """What a tree of any kind is, as plain data that can be compared; read by public API alone."""
+    if is_non_tensor(tree):
+        return type(tree).__name__, tuple(tree.batch_size), repr(tree.tolist())
+    if not is_tensor_collection(tree):
+        return described_leaf(tree)
+    what = type(tree), tuple(tree.batch_size), tree.names
+    if isinstance(tree, LazyStackedTensorDict):
+        return *what, tree.stack_dim, [described(member) for member in tree.tensordicts]
+    return *what, {key: described(tree.get(key)) for key in sorted(tree.keys())}
+
+
+def described_leaf(leaf: Any) -> Any:
+    """Its bits; a jagged tensor has them in rows, and an unbatched one has a batch size too."""
+    if leaf is None or isinstance(leaf, (str, list)):  # the fields of a tensorclass
+        return repr(leaf)
+    if leaf.is_nested:
+        ragged = [type(size) is int for size in leaf.shape]
+        return ragged, leaf.offsets().dtype, [described_leaf(row) for row in leaf.unbind()]
+    size = tuple(leaf.batch_size) if isinstance(leaf, UnbatchedTensor) else None
+    values = as_numpy(leaf)
+    return size, values.dtype, values.shape, values.tobytes()

@@ -6,23 +6,16 @@ uncommitted ones, at 15-23 us each; the binding beneath it takes 2.7 us (1,000 l
 Of the 5 us that `torch.from_dlpack(array)` takes, 4 are spent in Python around the two bindings.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import jax
 import numpy as np
 from jax.core import ShapedArray
 from jax.sharding import SingleDeviceSharding
-
-
-def _find_put() -> Any:
-    try:
-        from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
-
-        return _jax.batched_device_put
-    except (ImportError, AttributeError):
-        return None
 
 
 def _find_array_impl() -> Any:
@@ -33,18 +26,19 @@ def _find_array_impl() -> Any:
     return ArrayImpl
 
 
-def _find_export() -> Any:
+def _find(name: str) -> Any:
     try:
         from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
-
-        return _jax.buffer_to_dlpack_managed_tensor
-    except (ImportError, AttributeError):
+    except ImportError:
         return None
+    return getattr(_jax, name, None)
 
 
-_batched_device_put = _find_put()
-_to_capsule = _find_export()
+_batched_device_put = _find("batched_device_put")
+_to_capsule = _find("buffer_to_dlpack_managed_tensor")
+_await_all = _find("batched_block_until_ready")
 _ArrayImpl = _find_array_impl()
+_first_shard = getattr(_ArrayImpl, "_fully_replicated_shard", None)
 
 
 def put(views: Sequence[np.ndarray], device: Any) -> list[jax.Array]:
@@ -55,13 +49,24 @@ def put(views: Sequence[np.ndarray], device: Any) -> list[jax.Array]:
             view that starts on a multiple of 64 bytes is shared, any other one copied.
         device: the CPU device.
     """
-    with jax.transfer_guard("allow"):  # a conversion is no implicit transfer
+    with _no_guard():
         if _batched_device_put is None:
             return _put_public(views, device)
         to, devices = SingleDeviceSharding(device), [device]
+        avals = map(_aval, map(_shape, views), map(_dtype, views))
         return [
-            _batched_device_put(_aval(v.shape, v.dtype), to, [v], devices, False) for v in views
+            _batched_device_put(aval, to, [view], devices, False)
+            for aval, view in zip(avals, views, strict=True)
         ]
+
+
+def _no_guard() -> AbstractContextManager[Any]:
+    """Lets transfers pass, since a conversion is no implicit one; 30 us where there is a guard."""
+    guard = jax.config.jax_transfer_guard_host_to_device  # pyright: ignore[reportAttributeAccessIssue]
+    return nullcontext() if guard in (None, "allow") else jax.transfer_guard("allow")
+
+
+_shape, _dtype = attrgetter("shape"), attrgetter("dtype")
 
 
 def _put_public(views: Sequence[np.ndarray], device: Any) -> list[jax.Array]:
@@ -89,15 +94,76 @@ def uncommitted(array: jax.Array) -> jax.Array:
         return array
 
 
-def dlpack_sources(arrays: Sequence[jax.Array]) -> list[Any]:
-    """What torch takes for each array, all of them computed and each on one device.
+def wait(arrays: Sequence[jax.Array]) -> None:
+    """Waits until all are computed: 0.09 us for an array, where `jax.block_until_ready` takes 0.18.
+
+    Raises whatever went wrong when one was computed.
+    """
+    (jax.block_until_ready if _await_all is None else _await_all)(list(arrays))
+
+
+def dtypes_of(arrays: Sequence[jax.Array]) -> set[Any]:
+    """The different dtypes of arrays; thousands of them have a few abstract values."""
+    try:
+        return {aval.dtype for aval in {*map(_aval_of, arrays)}}
+    except (AttributeError, TypeError):
+        return {array.dtype for array in arrays}
+
+
+def shardings_of(arrays: Sequence[jax.Array]) -> set[type]:
+    """The different kinds of sharding of arrays, not through a property of each."""
+    try:
+        return {*map(type, map(_sharding_of, arrays))}
+    except AttributeError:
+        return {type(array.sharding) for array in arrays}
+
+
+_aval_of, _sharding_of = attrgetter("aval"), attrgetter("_sharding")
+
+
+def dlpack_sources(arrays: Sequence[jax.Array], *, by_view: bool = True) -> list[Any]:
+    """What torch takes for each array, each on one device; waits until all are computed.
 
     Capsules on the CPU; elsewhere, where streams have to be ordered, the arrays themselves.
+
+    Args:
+        arrays: what to export.
+        by_view: on the CPU, by a numpy view where that is possible. It keeps the array itself
+            alive, and not only its memory.
     """
+    if jax.default_backend() == "cpu":
+        return _capsules(arrays, by_view)
+    wait(arrays)
+    return [_capsules([a], by_view)[0] if a.platform() == "cpu" else a for a in arrays]
+
+
+def _capsules(arrays: Sequence[jax.Array], by_view: bool) -> list[Any]:
+    """Of numpy views where numpy has the dtype: 2 us for an array that was just made, not 4.
+
+    Of arrays that were exported before, it is 1.3 us instead of 0.6 (measured). Either way a
+    donated array is copied, and a deleted one lives on, as long as the capsule does.
+    """
+    if by_view and all(dtype.isbuiltin == 1 for dtype in dtypes_of(arrays)):
+        views = list(map(np.asarray, arrays))  # which waits, too
+        # Of an array with a layout of its own it is a copy, and has another base.
+        if {*map(type, map(_base, views))} <= {memoryview}:
+            return list(map(_numpy_capsule, views))
+    wait(arrays)
     if _to_capsule is None:
         return list(arrays)
-    # Of the array's one shard, as `__dlpack__` does it: deleting an array whose own buffer is
-    # exported ends the process.
-    if jax.default_backend() == "cpu":
-        return [_to_capsule(array.addressable_data(0)) for array in arrays]
-    return [_to_capsule(a.addressable_data(0)) if a.platform() == "cpu" else a for a in arrays]
+    return list(map(_to_capsule, _shards(arrays)))
+
+
+_base = attrgetter("base")
+# Version 1.0 carries the read-only flag, without which numpy refuses; torch does not mind it.
+_numpy_capsule = methodcaller("__dlpack__", max_version=(1, 0))
+
+
+def _shards(arrays: Sequence[jax.Array]) -> Iterable[jax.Array]:
+    """Each array's one shard, which is what `__dlpack__` exports.
+
+    Deleting an array whose own buffer is exported ends the process.
+    """
+    if _first_shard is None:
+        return [array.addressable_data(0) for array in arrays]
+    return map(_first_shard, arrays)  # what `addressable_data` calls

@@ -18,9 +18,9 @@ from typing import Any
 import tensordict
 import torch
 from tensordict import (
-    NonTensorData,
     TensorDict,
     TensorDictBase,
+    TensorDictParams,
     TypedTensorDict,
     is_tensorclass,
 )
@@ -54,14 +54,19 @@ def new_tensordict(
         )
     else:
         td = _new_validated(base, entries, size, names, device)
-    return td if base is cls else _wrap(cls, td)
+    return td if base is cls else wrap(cls, td)
 
 
-def _wrap(cls: Any, td: TensorDict) -> Any:
-    """A tensorclass or TypedTensorDict over `td`, which is a rebuild and no construction.
+def wrap(cls: Any, td: Any) -> Any:
+    """A tensorclass, a TypedTensorDict or parameters over `td`: a rebuild and no construction.
 
     `from_tensordict` runs `__post_init__` again, which may change the values, and converts fields.
     """
+    if issubclass(cls, TensorDictParams):
+        # The public constructor makes the tree anew, and of tensors alone.
+        return (
+            cls._new_unsafe(td, no_convert="skip") if _HAS_NEW_UNSAFE else cls(td, no_convert=True)
+        )
     if issubclass(cls, TypedTensorDict):
         return cls.from_tensordict(td, check=False)
     new = cls.__new__(cls)
@@ -97,13 +102,6 @@ def tensordict_of(node: Any) -> TensorDictBase:
     return node._tensordict if is_tensorclass(type(node)) else node
 
 
-def non_tensor(
-    value: Any, batch_size: Sequence[int], device: torch.device | None = None
-) -> NonTensorData:
-    """Wraps `value` as an entry of a tensordict of that batch size and device."""
-    return NonTensorData(data=value, batch_size=torch.Size(batch_size), device=device)
-
-
 def set_consolidated(td: Any, storage: torch.Tensor, metadata: dict[str, Any]) -> None:
     """Declares that the leaves of `td` are views of `storage`, as `metadata` describes."""
     inner: Any = tensordict_of(td)
@@ -125,11 +123,17 @@ def _pickle_as_stock(cls: Any) -> None:
         copyreg.pickle(cls, reducer)
 
 
-def consolidated_storage(td: Any) -> torch.Tensor | None:
-    """The buffer that the leaves of `td` are views of, or None when it is not consolidated."""
+def consolidated_slot(td: Any) -> dict[str, Any] | None:
+    """Stock's record of a consolidated tree, which others may write to; None when it is not one."""
     inner = tensordict_of(td)
     slot = getattr(inner, "_consolidated", None)
-    return slot["storage"] if slot is not None and inner.is_consolidated() else None
+    return slot if slot is not None and inner.is_consolidated() else None
+
+
+def consolidated_storage(td: Any) -> torch.Tensor | None:
+    """The buffer that the leaves of `td` are views of, or None when it is not consolidated."""
+    slot = consolidated_slot(td)
+    return None if slot is None else slot["storage"]
 
 
 def _complete_dtypes() -> frozenset[str]:

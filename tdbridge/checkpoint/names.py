@@ -14,6 +14,7 @@ from tdbridge.checkpoint.sidecar import Node, Path
 from tdbridge.errors import CheckpointError
 from tdbridge.layout.classes import class_name
 from tdbridge.pytrees.arraydict import ArrayDict
+from tdbridge.pytrees.packed import PackedArrayDict
 
 
 def show(path: Path) -> str:
@@ -38,6 +39,8 @@ def flatten(tree: Any) -> tuple[dict[Path, Any], dict[Path, Node]]:
 def _visit(value: Any, path: Path, leaves: dict[Path, Any], nodes: dict[Path, Node]) -> None:
     if is_non_tensor(value):
         value = _non_tensor(value, path)
+    if isinstance(value, PackedArrayDict):
+        value = value.unpack()
     children = _children(value, path)
     if children is None:
         leaves[path] = value

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from tensordict import TensorDict, is_tensor_collection
 
-from tdbridge._compat.tensordict import non_tensor
 from tdbridge.checkpoint.leaves import as_array, as_tensor, is_array
 from tdbridge.checkpoint.names import nest, show
 from tdbridge.checkpoint.sidecar import FILE, KINDS, Node, Path
 from tdbridge.convert import to_jax
 from tdbridge.errors import CheckpointError
+from tdbridge.layout.non_tensors import entry_of
 
 _MakeNode = Callable[[dict[str, Any], Path], Any]
 
@@ -121,4 +121,4 @@ def _tensordict(children: dict[str, Any], node: Node | None, path: Path) -> Tens
 
 def _entry(value: Any, batch_size: tuple[int, ...]) -> Any:
     is_entry = isinstance(value, torch.Tensor) or is_tensor_collection(value)
-    return value if is_entry else non_tensor(value, batch_size)
+    return value if is_entry else entry_of(value, batch_size)

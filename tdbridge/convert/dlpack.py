@@ -1,15 +1,20 @@
 """One tensor <-> one array, memory shared. What can be shared is decided in `sharing`."""
 
 from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
 
 import jax
 import numpy as np
 import torch
+from jax.core import Tracer
+from jax.sharding import SingleDeviceSharding
 
-from tdbridge._compat.jax import dlpack_sources, put, uncommitted
+from tdbridge._compat.jax import dlpack_sources, dtypes_of, put, shardings_of, uncommitted
 from tdbridge._compat.torch import import_all
-from tdbridge.convert.sharing import why_numpy_copied
+from tdbridge.convert.sharing import CARRIED, CARRIED_NUMPY, narrowed_dtype, why_numpy_copied
 from tdbridge.layout.dtypes import TABLE, dtype_of
+from tdbridge.layout.spec import ALIGNMENT
 
 # numpy has no dtype for these without ml_dtypes: they cross as integers of the same width.
 _CARRIERS = {
@@ -31,6 +36,40 @@ def numpy_view(tensor: torch.Tensor) -> np.ndarray:
     return tensor.view(carrier.in_torch).numpy().view(dtype_of(tensor.dtype).in_numpy)
 
 
+def arrays_at_once(leaves: Sequence[Any]) -> list[jax.Array] | None:
+    """One uncommitted array per leaf, sharing its memory, where all leaves can be judged at once.
+
+    They can when all are plain tensors on the CPU, aligned and row-major, no two of them at one
+    address and none of them empty, of dtypes that JAX keeps. None says nothing of the single leaf:
+    ask `sharing` of each.
+    """
+    if not {*map(type, leaves)} <= _PLAIN_TYPES:
+        return None
+    dtypes = {*map(_dtype, leaves)}
+    if not dtypes <= CARRIED or any(map(narrowed_dtype, dtypes)):
+        return None
+    view = torch.Tensor.numpy if dtypes.isdisjoint(_CARRIERS) else numpy_view
+    try:
+        # `data_ptr` and `numpy` raise, or give 0, for whatever is no memory with the values in it:
+        # sparse, nested and quantized tensors, those inside of vmap, on the meta device, with a
+        # conjugate or negative bit.
+        pointers = list(map(torch.Tensor.data_ptr, leaves))
+        if any(map(ALIGNMENT.__rmod__, pointers)):  # pointer % ALIGNMENT
+            return None
+        if 0 in pointers or len({*pointers}) < len(pointers):
+            return None
+        if not (all(map(_is_cpu, leaves)) and all(map(torch.Tensor.is_contiguous, leaves))):
+            return None
+        views = list(map(view, map(torch.Tensor.detach, leaves)))
+    except (RuntimeError, TypeError):
+        return None
+    return put(views, jax.local_devices(backend="cpu")[0])
+
+
+_PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}
+_dtype, _is_cpu = attrgetter("dtype"), attrgetter("is_cpu")
+
+
 def tensors_to_arrays(tensors: Sequence[torch.Tensor]) -> list[jax.Array]:
     """One uncommitted array per tensor, on its device, sharing its memory.
 
@@ -49,9 +88,31 @@ def tensors_to_arrays(tensors: Sequence[torch.Tensor]) -> list[jax.Array]:
     ]
 
 
+def tensors_at_once(arrays: Sequence[Any], *, by_view: bool = True) -> list[torch.Tensor] | None:
+    """One tensor per array, sharing its memory, where all arrays can be judged at once.
+
+    They can when each is a concrete jax array on one device, of a dtype that torch has. None says
+    nothing of the single array: ask `sharing` of each.
+
+    Args:
+        arrays: anything.
+        by_view: lets a tensor keep its array alive, and not only the memory of it.
+    """
+    kinds = {*map(type, arrays)}
+    if not all(issubclass(t, jax.Array) and not issubclass(t, Tracer) for t in kinds):
+        return None
+    if not dtypes_of(arrays) <= CARRIED_NUMPY or jax.process_count() > 1:
+        return None
+    if not shardings_of(arrays) <= {SingleDeviceSharding}:
+        return None
+    try:
+        return import_all(dlpack_sources(arrays, by_view=by_view))
+    except RuntimeError:  # one was deleted
+        return None
+
+
 def arrays_to_tensors(arrays: Sequence[jax.Array]) -> list[torch.Tensor]:
     """One tensor per array, on its one device, sharing its memory; waits until all are computed."""
-    jax.block_until_ready(arrays)
     return import_all(dlpack_sources(arrays))
 
 

@@ -11,13 +11,15 @@ from jax.sharding import Mesh, NamedSharding
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from tdbridge.convert.copies import shareable
 from tdbridge.convert.dlpack import arrays_to_tensors, tensors_to_arrays
-from tdbridge.convert.narrowing import narrowed
+from tdbridge.convert.narrowing import check_narrow
 from tdbridge.convert.sharding import to_named_sharding, to_placements
 from tdbridge.convert.sharding_mesh import known_mesh, ranks_of
-from tdbridge.convert.sharing import narrowed_dtype, why_copied, why_not_to_jax, why_not_to_torch
+from tdbridge.convert.sharing import narrowed_dtype, why_not_to_jax, why_not_to_torch
 from tdbridge.errors import LeafTypeError
 from tdbridge.layout.dtypes import dtype_of
+from tdbridge.pytrees.prng import is_key
 
 # --- torch -> JAX
 
@@ -56,10 +58,9 @@ def dtensor_to_array(dtensor: DTensor) -> jax.Array:
     """
     if (reason := why_not_global(dtensor)) is not None:
         raise LeafTypeError(f"got {reason}.")
-    (shard,) = narrowed(lambda: [()], [local_shard(dtensor)], "exact")
-    if why_copied(shard) is not None:
-        shard = torch.empty(shard.shape, dtype=shard.dtype, device=shard.device).copy_(shard)
-    return global_array(dtensor, tensors_to_arrays([shard])[0])
+    shards = [local_shard(dtensor)]
+    check_narrow(lambda: [()], shards, "exact")
+    return global_array(dtensor, tensors_to_arrays(shareable(shards))[0])
 
 
 def why_not_global(dtensor: DTensor) -> str | None:
@@ -160,6 +161,8 @@ def why_not_dtensor(array: jax.Array, device_mesh: DeviceMesh | None = None) -> 
     """Why an array cannot become a DTensor, or None when it can."""
     if isinstance(array, Tracer) or array.is_deleted():
         return why_not_to_torch(array)
+    if is_key(array):
+        return "a typed PRNG key: pass jax.random.key_data(key)"
     for shard in array.addressable_shards[:1]:
         if (reason := why_not_to_torch(shard.data)) is not None:
             return reason

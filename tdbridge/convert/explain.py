@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tdbridge.convert.leaves import crossing, take_apart
+from tdbridge.convert.like import leaves_like
 from tdbridge.convert.to_jax import crosses_to_jax, why_copied_to_jax, why_refused_to_jax
 from tdbridge.convert.to_torch import crosses_to_torch, why_copied_to_torch, why_refused_to_torch
 from tdbridge.layout.spec import Path, path_str
@@ -71,7 +72,7 @@ class Report:
     __repr__ = __str__
 
 
-def explain(tree: Any, *, to: Literal["jax", "torch"]) -> Report:
+def explain(tree: Any, *, to: Literal["jax", "torch"], like: Any = None) -> Report:
     """Says for each leaf whether `to_jax` or `to_torch` would share, copy or refuse it, and why.
 
     Nothing is converted, moved or copied, and no value is read: an int64 leaf that would be
@@ -80,12 +81,14 @@ def explain(tree: Any, *, to: Literal["jax", "torch"]) -> Report:
     Args:
         tree: what would be given to `to_jax` or `to_torch`.
         to: which of the two.
+        like: what would be given to `to_torch` as `like`.
 
     Returns:
         A report that prints as a table.
 
     Raises:
         LeafTypeError: a node is of a kind that is not carried at all.
+        LayoutError: `like` has other paths.
 
     Example:
         >>> import torch
@@ -99,16 +102,22 @@ def explain(tree: Any, *, to: Literal["jax", "torch"]) -> Report:
     }
     if to not in rules:
         raise ValueError(f'to is "jax" or "torch", got {to!r}.')
+    if like is not None and to != "torch":
+        raise ValueError("`like` is an argument of to_torch alone.")
     crosses, why_not, why_copied = rules[to]
     parts = take_apart(tree)
     paths = parts.paths()
-    found = [(paths[i], parts.leaves[i]) for i in crossing(parts, crosses)]
-    return Report(to, tuple(_row(path, leaf, why_not, why_copied) for path, leaf in found))
+    likes = {} if like is None else leaves_like(parts, like)
+    rows = []
+    for i in crossing(parts, crosses):
+        given = (likes[paths[i]],) if likes else ()
+        rows.append(_row(paths[i], parts.leaves[i], given, why_not, why_copied))
+    return Report(to, tuple(rows))
 
 
-def _row(path: Path, leaf: Any, why_not: Any, why_copied: Any) -> LeafReport:
-    refused = why_not(leaf)
-    reason = refused or why_copied(leaf) or ""
+def _row(path: Path, leaf: Any, like: tuple[Any, ...], why_not: Any, why_copied: Any) -> LeafReport:
+    refused = why_not(leaf, *like)
+    reason = refused or why_copied(leaf, *like) or ""
     fate: Fate = "refused" if refused else "copied" if reason else "shared"
     dtype = str(getattr(leaf, "dtype", type(leaf).__name__)).removeprefix("torch.")
     shape = () if refused else tuple(leaf.shape)

@@ -1,15 +1,17 @@
 """Any pytree -> its leaves, and back over other leaves."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import jax
 
-from tdbridge.errors import LeafTypeError
-from tdbridge.layout.spec import Path
+from tdbridge.convert.records import is_record, opened
+from tdbridge.errors import LayoutError, LeafTypeError, TdbridgeError
+from tdbridge.layout.spec import Path, path_str
 from tdbridge.layout.tree import Node, is_node, leaves_of, paths_of, tree_of
+from tdbridge.pytrees.packed import PackedArrayDict
 
 Rebuild = Callable[[Node, Iterator[Any]], Any]
 
@@ -32,9 +34,22 @@ class Parts:
     put_together: Callable[[Sequence[Any], Rebuild], Any]
 
 
-def take_apart(tree: Any) -> Parts:
-    """Takes apart a TensorDict, a tensorclass, an ArrayDict, or any pytree with them or without."""
-    if is_node(tree):
+def is_unpacked(value: Any) -> bool:
+    """Whether `value` is a tree of ours with a leaf for each key.
+
+    A packed one is a pytree of its segments, and stays packed where it is taken for no more.
+    """
+    return is_node(value) and not isinstance(value, PackedArrayDict)
+
+
+def take_apart(tree: Any, is_tree: Callable[[Any], bool] = is_node) -> Parts:
+    """Takes apart a TensorDict, a tensorclass, an ArrayDict, or any pytree with them or without.
+
+    Args:
+        tree: what to take apart.
+        is_tree: what is taken apart by what tdbridge knows of it, and not as a pytree.
+    """
+    if is_tree(tree):
         node = tree_of(tree)
         leaves = leaves_of(node)
         return Parts(
@@ -43,15 +58,18 @@ def take_apart(tree: Any) -> Parts:
             lambda: paths_of(node),
             lambda new, rebuild: rebuild(node, iter(new)),
         )
-    return _take_apart_pytree(tree)
+    return _take_apart_pytree(tree, is_tree)
 
 
-def _take_apart_pytree(tree: Any) -> Parts:
+def _take_apart_pytree(tree: Any, is_node: Callable[[Any], bool]) -> Parts:
     outer, treedef = jax.tree_util.tree_flatten(tree, is_leaf=is_node)
+    if any(map(is_record, {*map(type, outer)})):
+        tree = opened(tree)
+        outer, treedef = jax.tree_util.tree_flatten(tree, is_leaf=is_node)
 
     def roots() -> list[Path]:
         keyed, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_node)
-        return [tuple(_key_str(key) for key in key_path) for key_path, _ in keyed]
+        return [tuple(key_str(key) for key in key_path) for key_path, _ in keyed]
 
     try:
         nodes = [tree_of(value) if is_node(value) else None for value in outer]
@@ -89,6 +107,8 @@ def replace_some(
 ) -> Sequence[Any]:
     """The leaves, those that cross converted, all of them in one call.
 
+    Leaves that are one object (tied weights) are converted once, and stay one.
+
     Args:
         parts: the tree.
         crosses: whether a leaf crosses, from its type and from whether it is loose.
@@ -96,20 +116,66 @@ def replace_some(
     """
     leaves = parts.leaves
     at = crossing(parts, crosses)
-    if len(at) == len(leaves):
+    own = leaves if len(at) == len(leaves) else [leaves[i] for i in at]
+    places = tied(list(map(id, own)))
+    if places is None and own is leaves:
         return convert(leaves, parts.paths)
+    groups = [[i] for i in at] if places is None else [[at[i] for i in same] for same in places]
 
-    def paths() -> list[Path]:
-        every = parts.paths()
-        return [every[i] for i in at]
+    def convert_at(positions: Sequence[int]) -> Sequence[Any]:
+        def paths() -> list[Path]:
+            every = parts.paths()
+            return [every[i] for i in positions]
 
+        return convert([leaves[i] for i in positions], paths)
+
+    try:
+        converted = convert_at([same[0] for same in groups])
+    except TdbridgeError:
+        convert_at(at)  # raises the same, with the paths of all that are tied
+        raise
     new = list(leaves)
-    for i, value in zip(at, convert([leaves[i] for i in at], paths), strict=True):
-        new[i] = value
+    for same, value in zip(groups, converted, strict=True):
+        for i in same:
+            new[i] = value
     return new
 
 
-def _key_str(key: Any) -> str:
+def tied(keys: Sequence[Any]) -> list[list[int]] | None:
+    """The positions at which each key stands, grouped; None when no two keys are equal."""
+    if len({*keys}) == len(keys):
+        return None
+    places: dict[Any, list[int]] = {}
+    for i, key in enumerate(keys):
+        places.setdefault(key, []).append(i)
+    return list(places.values())
+
+
+def spread(groups: Sequence[Sequence[int]], values: Sequence[Any]) -> list[Any]:
+    """The value of each group at each of its positions."""
+    found = {i: value for group, value in zip(groups, values, strict=True) for i in group}
+    return [found[i] for i in range(len(found))]
+
+
+def refuse_paths(name: str, missing: Iterable[Path], extra: Iterable[Path]) -> None:
+    """Raises one error that lists where a tree given beside the tree has other paths.
+
+    Args:
+        name: the argument that gave it.
+        missing: paths of leaves for which it has nothing.
+        extra: its own paths where the tree has no leaf.
+
+    Raises:
+        LayoutError: there is at least one path.
+    """
+    found = [f"  {path_str(path)}: not in `{name}`." for path in missing]
+    found += [f"  {path_str(path)}: in `{name}`, and no leaf of the tree." for path in extra]
+    if found:
+        text = "\n".join(found)
+        raise LayoutError(f"`{name}` does not have the structure of the tree:\n{text}")
+
+
+def key_str(key: Any) -> str:
     """The bare name in a JAX key path entry: dict key, index or attribute."""
     for attribute in ("key", "idx", "name"):
         if hasattr(key, attribute):

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from tdbridge.convert.copies import packs
 from tdbridge.convert.sharing import Paths, lines, narrowed_dtype
 from tdbridge.errors import NarrowingError
 from tdbridge.layout.dtypes import dtype_of
@@ -15,33 +16,41 @@ from tdbridge.layout.dtypes import dtype_of
 Narrow = Literal["exact", "allow", "never"]
 
 
-def narrowed(paths: Paths, tensors: Sequence[torch.Tensor], narrow: Narrow) -> list[torch.Tensor]:
-    """The tensors, those that JAX would narrow cast to 32 bits; the others are the same objects.
+def check_narrow(paths: Paths, tensors: Sequence[torch.Tensor], narrow: Narrow) -> None:
+    """Sees that no tensor that JAX would narrow to 32 bits loses values by it.
 
     Raises:
         NarrowingError: values would be lost; the error lists every such leaf.
     """
-    targets = [narrowed_dtype(tensor.dtype) for tensor in tensors]
-    problems = [
-        None if target is None else _problem(tensor, narrow)
-        for tensor, target in zip(tensors, targets, strict=True)
-    ]
-    if any(problems):
-        raise NarrowingError(_message(lines(paths(), problems)))
-    return [
-        tensor if target is None else tensor.to(dtype_of(target).in_torch)
-        for tensor, target in zip(tensors, targets, strict=True)
-    ]
+    wide = {dtype for dtype in {t.dtype for t in tensors} if narrowed_dtype(dtype)}
+    if all(_all_fit([t for t in tensors if t.dtype == dtype], narrow) for dtype in wide):
+        return
+    problems = [_problem(t, narrow) if t.dtype in wide else None for t in tensors]
+    raise NarrowingError(_message(lines(paths(), problems)))
+
+
+def _all_fit(tensors: Sequence[torch.Tensor], narrow: Narrow) -> bool:
+    """Whether tensors of one 64-bit dtype can be narrowed; small ones are read at once."""
+    if tensors[0].dtype not in _BOUNDS or narrow == "never":  # then the dtype alone decides
+        return _problem(tensors[0], narrow) is None
+    return all(_problem(_joined([tensors[i] for i in p]), narrow) is None for p in packs(tensors))
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat([*map(torch.flatten, tensors)])
+
+
+_BOUNDS = {torch.int64: torch.iinfo(torch.int32), torch.uint64: torch.iinfo(torch.uint32)}
 
 
 def _problem(tensor: torch.Tensor, narrow: Narrow) -> str | None:
     name = dtype_of(tensor.dtype).name
     if narrow == "never":
         return f'got {name}, and narrow="never"'
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+    if tensor.dtype not in _BOUNDS:
         return None if narrow == "allow" else f"got {name}, which would be rounded"
     low, high = _range(tensor)
-    bounds = torch.iinfo(torch.int32 if tensor.dtype == torch.int64 else torch.uint32)
+    bounds = _BOUNDS[tensor.dtype]
     if bounds.min <= low and high <= bounds.max:
         return None
     # Not even narrow="allow" wraps an integer: that is no rounding.

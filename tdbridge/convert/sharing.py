@@ -7,12 +7,12 @@ import jax
 import numpy as np
 import torch
 from jax.core import Tracer
-from jax.sharding import SingleDeviceSharding
 
 from tdbridge._compat.torch import all_plain, why_not_dense
 from tdbridge.errors import CopyError, LeafTypeError
 from tdbridge.layout.dtypes import NARROWED, TABLE, DType, dtype_of
 from tdbridge.layout.spec import ALIGNMENT, Path, path_str
+from tdbridge.pytrees.prng import is_key
 
 
 def why_not_to_jax(leaf: torch.Tensor | np.ndarray) -> str | None:
@@ -36,26 +36,12 @@ def _why_not_dtype(dtype: Any, fault: str) -> str | None:
     return f"dtype {dtype}, which {fault}: cast it, or view it as an integer dtype"
 
 
-def all_on_one_device(arrays: Sequence[Any]) -> bool:
-    """Whether all are concrete jax arrays that can be shared with torch, judged at once.
-
-    False says nothing of the single array: ask `why_not_to_torch` of each.
-    """
-    return (
-        all(issubclass(t, jax.Array) and not issubclass(t, Tracer) for t in {*map(type, arrays)})
-        and {array.dtype for array in arrays} <= _CARRIED_NUMPY
-        and {type(array.sharding) for array in arrays} <= {SingleDeviceSharding}
-        and not any(array.is_deleted() for array in arrays)
-        and jax.process_count() == 1
-    )
-
-
 def why_not_to_torch(array: Any) -> str | None:
     """Why a jax or numpy array cannot become a tensor at all, or None when it can."""
     if isinstance(array, Tracer):
         return "a tracer: convert outside of jit, vmap and grad"
     if isinstance(array, jax.Array):
-        if (reason := _why_not_readable(array)) is not None:
+        if (reason := _why_not_readable(array)) is not None or is_key(array):
             return reason
     elif isinstance(array, np.ma.MaskedArray):
         return _MASKED
@@ -68,7 +54,8 @@ def why_numpy_copied(array: np.ndarray) -> str | None:
     """Why a tensor cannot share the memory of a numpy array, or None when it can.
 
     torch knows no negative strides (`torch.from_dlpack` ends the process), no foreign byte order
-    and no read-only memory.
+    and no read-only memory. JAX could share the last: but the tensor that `to_torch` makes of such
+    an array is writable, and a write to a file that is mapped for reading ends the process.
     """
     if not array.dtype.isnative:
         return f"its byte order is {array.dtype.byteorder!r}"
@@ -81,11 +68,12 @@ def why_numpy_copied(array: np.ndarray) -> str | None:
     return None
 
 
+DELETED = "an array that was deleted or donated"
+
+
 def _why_not_readable(array: jax.Array) -> str | None:
     if array.is_deleted():
-        return "an array that was deleted or donated"
-    if not isinstance(array.dtype, np.dtype):  # an extended dtype
-        return "a typed PRNG key: pass jax.random.key_data(key)"
+        return DELETED
     if not (array.is_fully_addressable or array.is_fully_replicated):
         return "an array with shards in other processes: pass its addressable shards"
     return None
@@ -130,22 +118,11 @@ def all_carried(leaves: Sequence[Any]) -> bool:
 
     False says nothing of the single leaf: ask `why_not_to_jax` of each.
     """
-    return all_plain(leaves) and {leaf.dtype for leaf in leaves} <= _CARRIED
+    return all_plain(leaves) and {leaf.dtype for leaf in leaves} <= CARRIED
 
 
-_CARRIED = {row.torch for row in TABLE if row.crosses}
-_CARRIED_NUMPY = {row.numpy for row in TABLE if row.crosses}
-
-
-def all_shared(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether all (carried, detached) tensors can be shared as they are, judged at once."""
-    return (
-        not any(narrowed_dtype(dtype) for dtype in {tensor.dtype for tensor in tensors})
-        and all(map(torch.Tensor.is_contiguous, tensors))
-        and not any(pointer % ALIGNMENT for pointer in map(torch.Tensor.data_ptr, tensors))
-        and not any(map(torch.Tensor.is_neg, tensors))
-        and not any(map(torch.Tensor.is_conj, tensors))
-    )
+CARRIED = {row.torch for row in TABLE if row.crosses}
+CARRIED_NUMPY = {row.numpy for row in TABLE if row.crosses}
 
 
 Paths = Callable[[], Sequence[Path]]

@@ -1,21 +1,32 @@
 """torch -> JAX."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 import torch
+from jax.core import Tracer
 from torch.distributed.tensor import DTensor
 
-from tdbridge.convert.dlpack import numpy_to_tensor, shares_memory, tensors_to_arrays
+from tdbridge.convert.aliasing import Switch, follow
+from tdbridge.convert.copies import shareable
+from tdbridge.convert.dlpack import (
+    arrays_at_once,
+    numpy_to_tensor,
+    shares_memory,
+    tensors_to_arrays,
+)
 from tdbridge.convert.dtensor import global_array, local_shard, why_not_global
-from tdbridge.convert.leaves import replace_some, take_apart
-from tdbridge.convert.narrowing import Narrow, narrowed
+from tdbridge.convert.leaves import Parts, is_unpacked, replace_some, spread, take_apart, tied
+from tdbridge.convert.narrowing import Narrow, check_narrow
+from tdbridge.convert.packing import pack_tree
+from tdbridge.convert.placement import Places, placed, places_of
 from tdbridge.convert.sharing import (
+    DELETED,
     Paths,
     all_carried,
-    all_shared,
     refuse,
     refuse_copies,
     why_copied,
@@ -32,14 +43,16 @@ def to_jax(
     device: Any = None,
     sharding: Any = None,
     narrow: Narrow = "exact",
+    packed: bool = False,
 ) -> Any:
     """Converts every tensor of `tree` to a jax array; TensorDicts become ArrayDicts.
 
     On the CPU a leaf shares memory with its tensor when the tensor starts on a multiple of 64
     bytes and is C-contiguous. Then a later in-place write in torch changes the array, and JAX,
     which takes arrays for constant, may or may not see it: do not write to a tensor that JAX still
-    reads. Call `share_memory_()` before the conversion: after it, the tensor moves and the array
-    stays on the old memory. Everything else is copied once. Leaves are detached from autograd.
+    reads. Call `share_memory_()` before the conversion: after it, torch moves the tensor and
+    frees the memory under the array. Everything else is copied once. Leaves are detached from
+    autograd.
 
     A DTensor becomes an array over the processes of the job, its local shard shared in the same
     way: see docs/sharding.md.
@@ -48,15 +61,26 @@ def to_jax(
     uncommitted unless one of them does, so that they mix with mesh-sharded parameters.
 
     Args:
-        tree: a TensorDict, a tensorclass, or any pytree with tensors, TensorDicts or numpy arrays
-            in it. jax arrays, ArrayDicts and everything else in it stay as they are.
+        tree: a TensorDict or its kin (docs/conversion.md lists the kinds), or any pytree with
+            tensors, TensorDicts or numpy arrays in it, dataclasses included. jax arrays,
+            ArrayDicts and everything else in it stay as they are. A tensor that stands in several
+            places becomes one array.
         copy: None shares where possible; False raises where a leaf would be copied; True copies
             every leaf (JAX's own `copy=True` does not).
         device: a `jax.Device`, or a platform name such as `"gpu"`, to put all leaves on.
-        sharding: a `jax.sharding.Sharding` to put all leaves on. Exclusive with `device`.
+        sharding: a `jax.sharding.Sharding` to put all leaves on, or a tree of them with the paths
+            of `tree`: dicts, lists, namedtuples, ArrayDicts. One that stands above several leaves
+            is for all of them; None leaves them where they are, uncommitted. Exclusive with
+            `device`.
         narrow: what to do with 64-bit leaves while x64 is off. `"exact"` narrows integers whose
             values all fit in 32 bits and raises for others and for float64 and complex128;
             `"allow"` rounds float64 and complex128 too; `"never"` raises for each.
+        packed: give a `PackedArrayDict`, one flat array per dtype, for each TensorDict. A
+            consolidated one (`tdbridge.consolidate`) is shared, at a cost that does not grow with
+            its leaves: they are not looked at, so that one that was given other memory under the
+            lock (`tensor.data = ...`) goes unseen, as when stock tensordict pickles the tree. Any
+            other is consolidated first, which copies it. ArrayDicts are packed too, by
+            `ArrayDict.pack`.
 
     Returns:
         The same tree with jax arrays, and ArrayDicts in the place of TensorDicts. Keys, batch
@@ -64,8 +88,9 @@ def to_jax(
 
     Raises:
         LeafTypeError: leaves that cannot be carried (sparse, nested, quantized, a Partial DTensor,
-            ...).
+            a deleted jax array that would be moved, ...).
         NarrowingError: 64-bit leaves that would lose values.
+        LayoutError: a tree of shardings that has other paths.
         CopyError: `copy=False` and leaves that cannot be shared. Each of these errors lists every
             such leaf, before anything is converted.
 
@@ -78,13 +103,45 @@ def to_jax(
         (True, dtype('int32'))
     """
     _check_arguments(copy, device, sharding, narrow)
-    parts = take_apart(tree)
 
-    def convert(leaves: list[Any], paths: Paths) -> Sequence[jax.Array]:
+    def convert(leaves: Sequence[Any], paths: Paths) -> Sequence[jax.Array]:
         return _convert(leaves, paths, copy, narrow)
 
-    new = _placed(replace_some(parts, crosses_to_jax, convert), device or sharding)
+    def convert_segments(segments: Sequence[Any], paths: Paths) -> Sequence[jax.Array]:
+        arrays = convert(segments, paths)
+        if Switch.on:
+            follow(paths, segments, arrays)
+        return arrays
+
+    if packed:
+        rest = partial(to_jax, copy=copy, narrow=narrow)
+        tree = pack_tree(tree, copy, convert_segments, rest)
+        if device is None and sharding is None:
+            return tree
+    parts = take_apart(tree, is_unpacked)
+    places = places_of(parts, device, sharding)
+    _refuse_deleted(parts, places)
+    new = placed(replace_some(parts, crosses_to_jax, convert), places)
+    if Switch.on:
+        follow(parts.paths, parts.leaves, new)
     return parts.put_together(new, arraydict_of)
+
+
+def _refuse_deleted(parts: Parts, places: Places) -> None:
+    """A deleted jax array stays as it is, but cannot be moved."""
+    pairs = list(zip(parts.leaves, places, strict=False))  # no places when nothing moves
+    if any(_is_lost(leaf, place) for leaf, place in pairs):
+        reasons = [DELETED if _is_lost(*pair) else _why_not_crossing(pair[0]) for pair in pairs]
+        refuse(parts.paths, reasons, "to_jax")
+
+
+def _is_lost(leaf: Any, place: Any) -> bool:
+    moves = place is not None and isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+    return moves and leaf.is_deleted()
+
+
+def _why_not_crossing(leaf: Any) -> str | None:
+    return why_refused_to_jax(leaf) if crosses_to_jax(type(leaf), False) else None
 
 
 def crosses_to_jax(kind: type, _loose: bool) -> bool:
@@ -108,23 +165,37 @@ def _check_arguments(copy: Any, device: Any, sharding: Any, narrow: str) -> None
 def _convert(
     leaves: Sequence[Any], paths: Paths, copy: bool | None, narrow: Narrow
 ) -> Sequence[jax.Array]:
-    if all_carried(leaves):
-        tensors = list(map(torch.Tensor.detach, leaves))
-        ready = not copy and all_shared(tensors)
-    else:
-        refuse(paths, [*map(why_refused_to_jax, leaves)], "to_jax")
-        tensors, ready = list(map(_detached, leaves)), False
-    if not ready:
+    if not copy and (arrays := arrays_at_once(leaves)) is not None:
         if copy is False:
-            _refuse_copies(paths, [*map(why_copied_to_jax, leaves)])
-        wide, tensors = tensors, narrowed(paths, tensors, narrow)
-        tensors = [
-            _ready(new, new is not old, copy) for old, new in zip(wide, tensors, strict=True)
-        ]
-    arrays = tensors_to_arrays(tensors)
+            _refuse_copies(paths, _not_shared(leaves, arrays))
+        return arrays
+    if not all_carried(leaves):
+        refuse(paths, [*map(why_refused_to_jax, leaves)], "to_jax")
+    if copy is False:
+        _refuse_copies(paths, [*map(why_copied_to_jax, leaves)])
+    tensors = list(map(_detached, leaves))
+    check_narrow(paths, tensors, narrow)
+    # A state dict has another tensor for each name of a tied weight.
+    groups = tied(list(map(_view_of, tensors)))
+    if groups is None:
+        arrays = _to_arrays(tensors, copy)
+    else:
+        arrays = spread(groups, _to_arrays([tensors[i] for i, *_ in groups], copy))
     if copy is False:
         _refuse_copies(paths, _not_shared(tensors, arrays))
     return [*map(_global, leaves, arrays)] if DTensor in {*map(type, leaves)} else arrays
+
+
+def _to_arrays(tensors: Sequence[torch.Tensor], copy: bool | None) -> Sequence[jax.Array]:
+    return tensors_to_arrays(shareable(tensors, copy=bool(copy)))
+
+
+def _view_of(tensor: torch.Tensor) -> Any:
+    """What two tensors have in common that are one view of one memory."""
+    if tensor.numel() == 0:
+        return id(tensor)
+    view = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    return *view, tensor.is_conj(), tensor.is_neg()
 
 
 def _global(leaf: Any, array: jax.Array) -> jax.Array:
@@ -157,29 +228,9 @@ def _refuse_copies(paths: Paths, reasons: Sequence[str | None]) -> None:
     )
 
 
-def _ready(tensor: torch.Tensor, copied: bool, copy: bool | None) -> torch.Tensor:
-    """`tensor` itself where its memory can be shared, else a fresh, aligned copy."""
-    if (copy and not copied) or why_copied(tensor) is not None:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-    return tensor
-
-
 def _not_shared(tensors: Sequence[torch.Tensor], arrays: Sequence[jax.Array]) -> list[str | None]:
     """That JAX shares memory is seen, not promised: compare the pointers."""
     return [
         None if shares_memory(tensor, array) else "this version of JAX copied it all the same"
         for tensor, array in zip(tensors, arrays, strict=True)
     ]
-
-
-def _placed(leaves: Sequence[Any], target: Any) -> Sequence[Any]:
-    """All jax arrays of the tree on the device or sharding that was asked for."""
-    if target is None:
-        return leaves
-    if isinstance(target, str):
-        target = jax.local_devices(backend=target)[0]
-    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
-    placed = list(leaves)
-    for i, array in zip(at, jax.device_put([leaves[i] for i in at], target), strict=True):
-        placed[i] = array
-    return placed

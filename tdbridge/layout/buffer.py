@@ -2,22 +2,27 @@
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import torch
+from tensordict import TensorDict, TensorDictParams
 from torch import Tensor
 
 from tdbridge._compat import tensordict as compat
-from tdbridge._compat.torch import all_plain, copy_all, why_not_dense
+from tdbridge._compat.torch import have_memory, why_not_dense
 from tdbridge.errors import LayoutError, LeafTypeError
 from tdbridge.layout.allocate import allocate
 from tdbridge.layout.dtypes import dtype_of
-from tdbridge.layout.plan import Plan, constants_of, full_layout, plan_of
-from tdbridge.layout.spec import ALIGNMENT, Layout, LeafSpec, Path, path_str
+from tdbridge.layout.fill import fill, fill_if_plain
+from tdbridge.layout.placement import Placement, addresses_in, placement_of, remember, segments_of
+from tdbridge.layout.plan import Plan, constants_of, full_layout, plan_of, skeleton_of
+from tdbridge.layout.spec import ALIGNMENT, Layout, LeafSpec, Path, path_str, row_major
 from tdbridge.layout.stock import file_suffix, stock_metadata
-from tdbridge.layout.tree import Node, leaves_of, paths_of, rebuild, tree_of
+from tdbridge.layout.tree import BUILDERS, Node, leaves_of, paths_of, rebuild, tree_of, walk_nodes
 
 
 def consolidate(
@@ -50,7 +55,8 @@ def consolidate(
 
     Returns:
         A locked tree of the class of `td`, with its keys (in their order), batch sizes, names,
-        devices, non-tensor entries and nested classes. `out` itself when it was given.
+        devices, non-tensor entries and nested classes; parameters are a TensorDict. `out` itself
+        when it was given.
 
     Raises:
         LeafTypeError: a leaf is not a dense tensor (sparse, nested, DTensor, a jax array, ...).
@@ -67,12 +73,13 @@ def consolidate(
         (True, [0, 0])
     """
     tree = tree_of(td)
-    leaves = _checked_leaves(tree)
-    layout, order = plan = plan_of(tree)
+    _check_nodes(tree)
     if out is not None:
         if filename is not None or device is not None:
             raise LayoutError("got `out` with `filename` or `device`: the buffer of `out` is kept.")
-        return _refill(out, tree, plan, leaves)
+        return _refill(out, tree)
+    leaves, plan = _planned(tree)
+    layout, order = plan.layout, plan.order
     # "cuda" is "cuda:0": an empty tensor tells.
     given = None if device is None else torch.empty(0, device=device).device
     target = given or _device_of(tree, leaves)
@@ -80,17 +87,20 @@ def consolidate(
         storage = buffer_under(td, layout, order, leaves)
         if storage is not None and storage.device == target:
             # Written anew: stock lets a new batch size of a nested tensordict pass it by.
-            return _declare(td, tree, layout, storage)
+            return _declare(td, tree, plan, storage, plan.placed(leaves))
     suffix = b"" if filename is None else file_suffix(tree, layout)
     with allocate(layout, target, filename, suffix) as storage:
         views = views_of(layout, storage)
-        copy_all(ordered := [views[i] for i in order], leaves)
-    return _declare(rebuild(tree, iter(ordered), storage.device), tree, layout, storage)
+        fill(layout, storage, views, plan.placed(leaves))
+    new = rebuild(tree, iter([views[i] for i in order]), storage.device)
+    return _declare(new, tree, plan, storage, views)
 
 
-def _declare(td: Any, tree: Node, layout: Layout, storage: Tensor) -> Any:
-    compat.set_consolidated(td, storage, stock_metadata(tree, layout))
-    return td.lock_()
+def _declare(td: Any, tree: Node, plan: Plan, storage: Tensor, leaves: Sequence[Tensor]) -> Any:
+    compat.set_consolidated(td, storage, stock_metadata(tree, plan.layout))
+    td = td.lock_()
+    remember(td, tree, Placement(plan, constants_of(tree), storage, leaves))
+    return td
 
 
 def views_of(layout: Layout, storage: Tensor) -> list[Tensor]:
@@ -100,37 +110,54 @@ def views_of(layout: Layout, storage: Tensor) -> list[Tensor]:
         layout: the layout of the buffer.
         storage: uint8, one-dimensional, at least `layout.nbytes` long, storage offset 0.
     """
-    flats = {s.dtype: segment_of(storage, s.dtype, s.offset, s.stop) for s in layout.segments}
+    flats = {
+        s.dtype: flat for s, flat in zip(layout.segments, segments_of(layout, storage), strict=True)
+    }
     return [
         torch.as_strided(flats[dtype], shape, stride, offset)
         for dtype, shape, stride, offset in _strides(layout)
     ]
 
 
-def segment_of(storage: Tensor, dtype: str, offset: int, stop: int) -> Tensor:
-    """Bytes `offset` to `stop` of `storage` as ONE flat tensor of `dtype`; memory is shared."""
-    return storage[offset:stop].view(dtype_of(dtype).in_torch)
-
-
 @lru_cache(maxsize=1024)
 def _strides(layout: Layout) -> tuple[tuple[str, tuple[int, ...], tuple[int, ...], int], ...]:
-    rows = []
-    for leaf in layout.leaves:
-        stride, step = [], 1
-        for size in reversed(leaf.shape):
-            stride.append(step)
-            step *= max(size, 1)
-        offset = leaf.offset // dtype_of(leaf.dtype).itemsize
-        rows.append((leaf.dtype, leaf.shape, tuple(reversed(stride)), offset))
-    return tuple(rows)
+    return tuple(
+        (
+            leaf.dtype,
+            leaf.shape,
+            row_major(leaf.shape),
+            leaf.offset // dtype_of(leaf.dtype).itemsize,
+        )
+        for leaf in layout.leaves
+    )
 
 
-def _checked_leaves(tree: Node) -> list[Tensor]:
+def _check_nodes(tree: Node) -> None:
+    for path, node in walk_nodes(tree):
+        if node.unbatched:
+            where = path_str((*path, min(node.unbatched)))
+            raise LeafTypeError(
+                f"{where}: got an UnbatchedTensor, which a consolidated tensordict cannot hold: "
+                "expand it over the batch, or keep it outside."
+            )
+        if "wrapped" in dict(node.constants) and node.cls in BUILDERS:
+            where = f"{path_str(path)}: " if path else ""
+            raise LeafTypeError(
+                f"{where}got a lazy stack of a tensorclass: call `.contiguous()` first."
+            )
+        if issubclass(node.cls, TensorDictParams):  # as stock does
+            node.cls = TensorDict
+
+
+def _planned(tree: Node) -> tuple[list[Tensor], Plan]:
     leaves = leaves_of(tree)
-    if not all_plain(leaves):
-        for path, leaf in zip(paths_of(tree), leaves, strict=True):
-            _check_leaf(path, leaf)
-    return leaves
+    with suppress(LeafTypeError):  # `_check_leaf` has more to say of the leaf
+        plan = plan_of(tree)  # which knows no nested and no quantized leaves
+        if have_memory(leaves):
+            return leaves, plan
+    for path, leaf in zip(paths_of(tree), leaves, strict=True):
+        _check_leaf(path, leaf)
+    return leaves, plan_of(tree)
 
 
 def _check_leaf(path: Path, leaf: Any) -> None:
@@ -143,15 +170,21 @@ def _check_leaf(path: Path, leaf: Any) -> None:
         raise LeafTypeError(f"{path_str(path)}: got {reason}.")
 
 
+_CPU = torch.device("cpu")
+_device, _is_cpu = attrgetter("device"), attrgetter("is_cpu")
+
+
 def _device_of(tree: Node, leaves: Sequence[Tensor]) -> torch.device:
-    devices = {leaf.device for leaf in leaves}
+    if leaves and all(map(_is_cpu, leaves)):
+        return _CPU
+    devices = {*map(_device, leaves)}
     if len(devices) > 1:
         pairs = zip(paths_of(tree), leaves, strict=True)
         where: dict[str, Path] = {str(leaf.device): path for path, leaf in pairs}
         listed = ", ".join(f"{path_str(path)} on {name}" for name, path in sorted(where.items()))
         raise LayoutError(f"the leaves lie on several devices ({listed}): pass `device=`.")
     declared = getattr(tree.source, "device", None)
-    return next(iter(devices), declared or torch.device("cpu"))
+    return next(iter(devices), declared or _CPU)
 
 
 def buffer_under(
@@ -167,31 +200,67 @@ def buffer_under(
     base = storage.data_ptr()
     if storage.device.type == "cpu" and base % ALIGNMENT:
         return None
-    places = [base + offset if size else 0 for offset, size in _extents(layout)]
-    # An empty tensor has no address, which torch calls 0.
+    places = addresses_in(layout, base)
     in_place = list(map(Tensor.data_ptr, leaves)) == [places[i] for i in order]
     return storage if in_place and all(map(Tensor.is_contiguous, leaves)) else None
 
 
-@lru_cache(maxsize=1024)
-def _extents(layout: Layout) -> tuple[tuple[int, int], ...]:
-    return tuple((leaf.offset, leaf.nbytes) for leaf in layout.leaves)
-
-
-def _refill(out: Any, tree: Node, plan: Plan, leaves: Sequence[Tensor]) -> Any:
-    target = tree_of(out)
-    out_layout, out_order = plan_of(target)
-    if out_layout != plan.layout or constants_of(target) != constants_of(tree):
-        differ = first_difference(full_layout(target), full_layout(tree))
-        raise LayoutError(f"`out` has another layout: {differ}.")
-    out_leaves = leaves_of(target)
-    if buffer_under(out, out_layout, out_order, out_leaves) is None:
-        raise LayoutError(f"`out`, a {type(out).__name__}, is no result of tdbridge.consolidate.")
-    slots: list[Any] = [None] * len(leaves)
-    for i, leaf in zip(out_order, out_leaves, strict=True):
-        slots[i] = leaf
-    copy_all([slots[i] for i in plan.order], leaves)
+def _refill(out: Any, tree: Node) -> Any:
+    placement = placement_of(out)
+    if placement is None or not placement.holds:
+        placement = _found_placement(out)
+    if placement is None or not _refilled_at_once(placement, tree):
+        leaves, plan = _planned(tree)  # raises for what is wrong with the tree itself
+        if placement is None:
+            kind = type(out).__name__
+            raise LayoutError(f"`out`, a {kind}, is no result of tdbridge.consolidate.")
+        if placement.layout != plan.layout or placement.constants != constants_of(tree):
+            differ = first_difference(placement.whole, full_layout(tree))
+            raise LayoutError(f"`out` has another layout: {differ}.")
+        fill(
+            plan.layout, placement.storage, placement.leaves, _apart(placement, plan.placed(leaves))
+        )
     return out
+
+
+def _apart(placement: Placement, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The leaves, those that lie where another one will be written copied first."""
+    base, size = placement.storage.data_ptr(), placement.storage.numel()
+    pairs = zip(placement.leaves, leaves, strict=True)
+    return [
+        new.clone() if base <= new.data_ptr() < base + size and not _same_place(new, old) else new
+        for old, new in pairs
+    ]
+
+
+def _same_place(new: Tensor, old: Tensor) -> bool:
+    return new.data_ptr() == old.data_ptr() and new.stride() == old.stride()
+
+
+def _refilled_at_once(placement: Placement, tree: Node) -> bool:
+    """Fills the buffer if the tree is plainly that of the placement, judged without a plan."""
+    plan = placement.plan
+    if plan.skeleton != skeleton_of(tree) or placement.constants != constants_of(tree):
+        return False
+    leaves = plan.placed(leaves_of(tree))
+    return fill_if_plain(plan.layout, placement.storage, placement.leaves, leaves)
+
+
+def placement_for(td: Any) -> Placement | None:
+    """Where the leaves of `td` are, or None when it is not the whole of a buffer of ours."""
+    return placement_of(td) or _found_placement(td)
+
+
+def _found_placement(td: Any) -> Placement | None:
+    """The same of a tree that was consolidated elsewhere: unpickled, or read from a file."""
+    if compat.consolidated_slot(td) is None:
+        return None
+    tree = tree_of(td)
+    plan, leaves = plan_of(tree), leaves_of(tree)
+    storage = buffer_under(td, plan.layout, plan.order, leaves)
+    if storage is None:
+        return None
+    return Placement(plan, constants_of(tree), storage, plan.placed(leaves))
 
 
 def first_difference(got: Layout, expected: Layout) -> str:

@@ -3,15 +3,37 @@
 import sys
 from typing import Any
 
-from tensordict import NonTensorData, TensorDict, TypedTensorDict, is_tensorclass
+import torch
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    TensorDict,
+    TensorDictParams,
+    TypedTensorDict,
+    is_tensorclass,
+)
 
 from tdbridge.errors import LayoutError
 
+Jagged: type = type(torch.nested.nested_tensor([torch.zeros(1)], layout=torch.jagged))
+"""The class of a jagged tensor, which has no public name."""
+
+
+def stands_apart(cls: type) -> bool:
+    """Whether a node of class `cls` has no part in the batch of the tree that it is in.
+
+    The members of a lazy stack lack the dimension that they are stacked along, and the parts of a
+    jagged tensor have no batch dimension at all.
+    """
+    return cls in (LazyStackedTensorDict, Jagged)
+
 
 def is_supported(cls: type) -> bool:
-    """Whether a node can be of class `cls`: TensorDict, its subclasses, and tensorclasses."""
-    return issubclass(cls, (TensorDict, TypedTensorDict)) or (
-        is_tensorclass(cls) and not issubclass(cls, NonTensorData)
+    """Whether a node can be of class `cls`: TensorDict and its kin, and tensorclasses."""
+    return (
+        issubclass(cls, (TensorDict, TypedTensorDict, TensorDictParams))
+        or stands_apart(cls)
+        or (is_tensorclass(cls) and not issubclass(cls, NonTensorData))
     )
 
 

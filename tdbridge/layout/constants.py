@@ -21,6 +21,7 @@ import torch
 from tdbridge._compat.torch import why_not_dense
 from tdbridge.errors import LayoutError, LeafTypeError
 from tdbridge.layout.dtypes import dtype_of
+from tdbridge.layout.non_tensors import PerElement, per_element
 
 _TAG = "!"
 
@@ -132,6 +133,10 @@ def _encode_dict(value: dict[Any, Any], inner: Callable[[Any], Any]) -> dict[str
     return {_TAG: "dict", "v": _sorted([[inner(k), inner(v)] for k, v in value.items()])}
 
 
+def _encode_per_element(value: PerElement, inner: Callable[[Any], Any]) -> dict[str, Any]:
+    return {_TAG: "each", "shape": list(value.shape), "v": [inner(v) for v in value.array.flat]}
+
+
 def _encode_array(tag: str, value: np.ndarray) -> dict[str, Any]:
     # `tobytes` gives C order whatever the strides; the dtype is native after `newbyteorder`.
     native = value.astype(value.dtype.newbyteorder("="), copy=False)
@@ -162,6 +167,7 @@ def _has_name(dtype: np.dtype) -> bool:
 
 _ENCODERS: dict[type, Callable[[Any, Callable[[Any], Any]], Any]] = {
     dict: _encode_dict,
+    PerElement: _encode_per_element,
     tuple: lambda v, inner: {_TAG: "tuple", "v": [inner(item) for item in v]},
     set: lambda v, inner: {_TAG: "set", "v": _sorted([inner(item) for item in v])},
     frozenset: lambda v, inner: {_TAG: "frozenset", "v": _sorted([inner(item) for item in v])},
@@ -191,6 +197,7 @@ def _decode_tensor(data: dict[str, Any]) -> torch.Tensor:
 
 _DECODERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "float": lambda d: float(d["v"]),
+    "each": lambda d: per_element(d["shape"], [_decode(item) for item in d["v"]]),
     "dict": lambda d: {_decode(k): _decode(v) for k, v in d["v"]},
     "tuple": lambda d: tuple(_decode(item) for item in d["v"]),
     "set": lambda d: {_decode(item) for item in d["v"]},

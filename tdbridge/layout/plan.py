@@ -1,8 +1,9 @@
 """Tree -> Layout, computed once per structure."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -10,20 +11,24 @@ import torch
 from tdbridge.errors import LeafTypeError
 from tdbridge.layout.dtypes import dtype_of
 from tdbridge.layout.spec import Layout, NodeSpec, Path, make_layout, path_str
-from tdbridge.layout.tree import Node, tree_of, walk_nodes
+from tdbridge.layout.tree import Node, leaves_of, paths_of, tree_of, walk_nodes
 
 
 class Plan(NamedTuple):
     """A Layout, and where the leaves of one tree go in it.
 
     Attributes:
+        skeleton: the tree that it is a plan of, as `skeleton_of` gives it.
         layout: the layout of the tree, without its non-tensor values: they move no byte, and one
             that changes with each batch, as a counter does, must not cost a new plan each time.
         order: for the i-th leaf in the tree's own order, its index in `layout.leaves`.
+        placed: brings what is given in the tree's own order in that of the layout.
     """
 
+    skeleton: Any
     layout: Layout
     order: tuple[int, ...]
+    placed: Callable[[Sequence[Any]], tuple[Any, ...]]
 
 
 def layout_of(tree: Any) -> Layout:
@@ -49,8 +54,7 @@ def layout_of(tree: Any) -> Layout:
 
 def full_layout(node: Node) -> Layout:
     """The layout of a described tree, its non-tensor values included."""
-    layout, constants = plan_of(node).layout, constants_of(node)
-    return _with_constants(layout, constants) if constants else layout
+    return with_constants(plan_of(node).layout, constants_of(node))
 
 
 def constants_of(node: Node) -> tuple[tuple[Path, Any], ...]:
@@ -59,8 +63,28 @@ def constants_of(node: Node) -> tuple[tuple[Path, Any], ...]:
     return tuple(sorted(found, key=lambda item: item[0]))
 
 
+def with_constants(layout: Layout, constants: tuple[tuple[Path, Any], ...]) -> Layout:
+    """A layout with the non-tensor values that `constants_of` found."""
+    return _with_constants(layout, constants, ()) if constants else layout
+
+
+def with_own_constants(layout: Layout, constants: tuple[tuple[Path, Any], ...]) -> Layout:
+    """As `with_constants`, for a tree that is read: with the values of no other tree.
+
+    A list that is equal now can be written to later.
+    """
+    values = [constant.value for _, own in constants for _, constant in own]
+    own = tuple([id(value) for value in values if type(value) not in _FIXED])
+    return _with_constants(layout, constants, own) if constants else layout
+
+
+_FIXED = {type(None), bool, int, float, str, bytes}
+
+
 @lru_cache(maxsize=64)
-def _with_constants(layout: Layout, constants: tuple[tuple[Path, Any], ...]) -> Layout:
+def _with_constants(
+    layout: Layout, constants: tuple[tuple[Path, Any], ...], _values: tuple[int, ...]
+) -> Layout:
     found = dict(constants)
     nodes = [replace(node, constants=found.get(node.path, ())) for node in layout.nodes]
     return Layout(layout.leaves, tuple(nodes))
@@ -68,54 +92,61 @@ def _with_constants(layout: Layout, constants: tuple[tuple[Path, Any], ...]) -> 
 
 def plan_of(node: Node) -> Plan:
     """The plan of a described tree, from the cache when its structure was seen before."""
-    return _plan(_signature(node))
+    leaves = leaves_of(node)
+    try:
+        types = tuple(map(_dtype, leaves)), tuple(map(_shape, leaves))
+    except (AttributeError, RuntimeError):  # a strided nested tensor has no shape
+        raise _error_of(node, leaves) from None
+    return _plan(skeleton_of(node), *types)
 
 
 _dtype, _shape = attrgetter("dtype"), attrgetter("shape")
 
 
-def _signature(node: Node, path: Path = ()) -> tuple[Any, ...]:
-    """All that the places of the leaves depend on, plus the tree's own order, hashable."""
-    leaves = node.leaves
-    try:
-        types = tuple(map(_dtype, leaves)), tuple(map(_shape, leaves))
-    except (AttributeError, RuntimeError):  # a strided nested tensor has no shape
-        raise _error_of(node, path) from None
-    nested = tuple([(key, _signature(child, (*path, key))) for key, child in node.nested])
-    return node.cls, node.batch_size, node.names, node.keys, *types, nested
+def skeleton_of(node: Node) -> tuple[Any, ...]:
+    """A tree without leaves and non-tensor values, hashable; keys in the tree's own order."""
+    nested = tuple([(key, skeleton_of(child)) for key, child in node.nested])
+    return node.cls, node.batch_size, node.names, node.unbatched, node.keys, nested
 
 
-def _error_of(node: Node, path: Path) -> LeafTypeError:
+def _error_of(node: Node, leaves: Sequence[Any]) -> LeafTypeError:
     """Names the leaf that has no dtype or no shape."""
-    for key, leaf in zip(node.keys, node.leaves, strict=True):
+    for path, leaf in zip(paths_of(node), leaves, strict=True):
         try:
             _ = leaf.dtype, leaf.shape
         except (AttributeError, RuntimeError):
-            where, kind = path_str((*path, key)), type(leaf).__name__
+            where, kind = path_str(path), type(leaf).__name__
             return LeafTypeError(f"{where}: got a {kind} without a dtype or a shape.")
     raise AssertionError  # pragma: no cover - one of them has just raised
 
 
 @lru_cache(maxsize=1024)
-def _plan(signature: tuple[Any, ...]) -> Plan:
-    leaves: list[tuple[Path, str, tuple[int, ...]]] = []
+def _plan(skeleton: Any, dtypes: Sequence[Any], shapes: Sequence[Any]) -> Plan:
+    paths: list[Path] = []
     nodes: list[NodeSpec] = []
-    _collect(signature, (), leaves, nodes)
-    layout = make_layout(leaves, nodes)
+    _collect(skeleton, (), paths, nodes)
+    rows = [_row(*row) for row in zip(paths, dtypes, shapes, strict=True)]
+    layout = make_layout(rows, nodes)
     index = {leaf.path: i for i, leaf in enumerate(layout.leaves)}
-    return Plan(layout, tuple(index[path] for path, _, _ in leaves))
+    order = [index[path] for path in paths]
+    places = sorted(range(len(order)), key=order.__getitem__)
+    # Of one place, `itemgetter` would give the item and no tuple.
+    placed = itemgetter(*places) if len(places) > 1 else tuple
+    return Plan(skeleton, layout, tuple(order), placed)
 
 
-def _collect(signature: Any, path: Path, leaves: list[Any], nodes: list[NodeSpec]) -> None:
-    cls, batch_size, names, keys, dtypes, shapes, nested = signature
-    nodes.append(NodeSpec(path, cls, batch_size, names))
-    for key, dtype, shape in zip(keys, dtypes, shapes, strict=True):
-        own = (*path, key)
-        if not all(type(size) is int for size in shape):  # that of a ragged tensor is a symbol
-            raise LeafTypeError(f"{path_str(own)}: got a leaf of shape {shape}: pad it first.")
-        leaves.append((own, _dtype_name(own, dtype), tuple(shape)))
+def _collect(skeleton: Any, path: Path, paths: list[Path], nodes: list[NodeSpec]) -> None:
+    cls, batch_size, names, unbatched, keys, nested = skeleton
+    nodes.append(NodeSpec(path, cls, batch_size, names, unbatched=tuple(sorted(unbatched))))
+    paths += [(*path, key) for key in keys]
     for key, child in nested:
-        _collect(child, (*path, key), leaves, nodes)
+        _collect(child, (*path, key), paths, nodes)
+
+
+def _row(path: Path, dtype: Any, shape: Any) -> tuple[Path, str, tuple[int, ...]]:
+    if not all(type(size) is int for size in shape):  # that of a ragged tensor is a symbol
+        raise LeafTypeError(f"{path_str(path)}: got a leaf of shape {shape}: pad it first.")
+    return path, _dtype_name(path, dtype), tuple(shape)
 
 
 def _dtype_name(path: Path, dtype: torch.dtype | Any) -> str:

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -77,6 +77,7 @@ class NodeSpec:
         batch_size: its batch size.
         names: a name or None per batch dimension, or None when no dimension has one.
         constants: its non-tensor entries, sorted by key.
+        unbatched: the keys of its leaves that do not start with the batch size, sorted.
     """
 
     path: Path
@@ -84,6 +85,7 @@ class NodeSpec:
     batch_size: tuple[int, ...]
     names: tuple[str | None, ...] | None = None
     constants: tuple[tuple[str, Constant], ...] = ()
+    unbatched: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,14 +108,14 @@ class Layout:
     def segments(self) -> tuple[Segment, ...]:
         """One per dtype, in the order of the buffer."""
         return tuple(
-            Segment(dtype, (group := list(leaves))[0].offset, _aligned(group[-1].stop))
+            Segment(dtype, (group := list(leaves))[0].offset, padded(group[-1].stop))
             for dtype, leaves in groupby(self.leaves, key=lambda leaf: leaf.dtype)
         )
 
     @cached_property
     def nbytes(self) -> int:
         """Size of the buffer in bytes, padding included: a multiple of 64."""
-        return _aligned(self.leaves[-1].stop) if self.leaves else 0
+        return padded(self.leaves[-1].stop) if self.leaves else 0
 
     @cached_property
     def fingerprint(self) -> str:
@@ -171,13 +173,24 @@ def make_layout(
     offset, placed = 0, []
     for path, dtype, shape in sorted(leaves, key=lambda leaf: (leaf[1], leaf[0])):
         leaf = LeafSpec(path, dtype, shape, offset)
-        offset = _aligned(leaf.stop)
+        offset = padded(leaf.stop)
         placed.append(leaf)
     return Layout(tuple(placed), tuple(sorted(nodes, key=lambda node: node.path)))
 
 
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+def padded(nbytes: int) -> int:
+    """The bytes up to the next multiple of 64."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@lru_cache(maxsize=4096)
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a C-contiguous tensor, in elements."""
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
 
 
 def _node_to_data(node: NodeSpec, constant: Any) -> list[Any]:
@@ -187,7 +200,7 @@ def _node_to_data(node: NodeSpec, constant: Any) -> list[Any]:
             values[key] = constant(value)
         except LayoutError as error:
             raise LayoutError(f"{path_str((*node.path, key))}: {error}") from None
-    return [node.path, class_name(node.cls), node.batch_size, node.names, values]
+    return [node.path, class_name(node.cls), node.batch_size, node.names, values, node.unbatched]
 
 
 def _from_text(text: str) -> Layout:
@@ -202,13 +215,14 @@ def _from_text(text: str) -> Layout:
 
 
 def _node_from_data(data: list[Any]) -> NodeSpec:
-    path, cls, batch_size, names, values = data
+    path, cls, batch_size, names, values, unbatched = data
     return NodeSpec(
         tuple(path),
         class_from_name(cls),
         sizes_of(batch_size),
         None if names is None else tuple(names),
         tuple((key, Constant.from_json(value)) for key, value in sorted(values.items())),
+        tuple(unbatched),
     )
 
 

@@ -11,15 +11,18 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
-from tensordict import TensorDict, is_tensorclass
+from tensordict import LazyStackedTensorDict, TensorDict, is_tensorclass
 
 from tdbridge._compat.tensordict import STOCK_DTYPES
 from tdbridge.errors import LayoutError
-from tdbridge.layout.classes import class_name
+from tdbridge.layout.classes import Jagged, class_name
+from tdbridge.layout.constants import Constant
 from tdbridge.layout.dtypes import dtype_of
+from tdbridge.layout.non_tensors import PerElement, is_stack
 from tdbridge.layout.spec import Layout, Path, path_str
-from tdbridge.layout.tree import Node, walk_nodes
+from tdbridge.layout.tree import BUILDERS, Node, walk_nodes
 
 # A nested tensordict is recorded under its own key, beside these.
 _RESERVED = frozenset(("cls", "non_tensors", "leaves", "cls_metadata", "size"))
@@ -58,40 +61,98 @@ def _leaf_tables(layout: Layout) -> dict[Path, dict[str, tuple[Any, ...]]]:
 
 
 def _node_metadata(node: Node, tables: dict[Path, dict[str, Any]], path: Path) -> dict[str, Any]:
-    table = tables.get(path, {})
     where = str(device) if (device := getattr(node.source, "device", None)) is not None else None
+    prefix = _prefix(node)
+    leaves = {prefix + key: tables[path][key] for key in node.keys}
+    values, nested = {}, {}
+    for key, constant in node.constants:
+        if is_stack(constant.value, node.batch_size):
+            nested[key] = _stack_metadata(constant.value.array, where)
+        else:
+            values[key] = constant.value, list(node.batch_size), where
+    for key, child in node.nested:
+        if child.cls is Jagged:
+            leaves |= _jagged_rows(prefix + key, child, tables[*path, key])
+        else:
+            nested[key] = _node_metadata(child, tables, (*path, key))
+    if node.cls is LazyStackedTensorDict:
+        return _lazy_metadata(dict(node.constants)) | nested
     # A tensorclass at the root holds a TensorDict, which carries the metadata.
     cls = TensorDict if not path and is_tensorclass(node.cls) else node.cls
-    metadata: dict[str, Any] = {
-        "cls": "TensorDict" if cls is TensorDict else cls,
-        "non_tensors": {
-            key: (constant.value, list(node.batch_size), where) for key, constant in node.constants
-        },
-        "leaves": {key: table[key] for key in node.keys},
+    stated = "TensorDict" if cls is TensorDict else cls
+    return {
+        "cls": EscapedClass(cls, prefix) if prefix else stated,
+        "non_tensors": values,
+        "leaves": leaves,
         "cls_metadata": {
             "device": where,
             "names": list(node.names or [None] * len(node.batch_size)),
             "batch_size": list(node.batch_size),
             "is_locked": True,
         },
+        **{prefix + key: EscapedNode(part) if prefix else part for key, part in nested.items()},
     }
-    nested = {key: _node_metadata(child, tables, (*path, key)) for key, child in node.nested}
-    if _has_stock_name(node):
-        return _escaped(metadata, nested, cls)
-    return metadata | nested
 
 
-def _has_stock_name(node: Node) -> bool:
-    return any(key in _RESERVED for key, _ in node.nested) or _any_ragged(node.keys)
+def _lazy_metadata(constants: Mapping[str, Constant]) -> dict[str, Any]:
+    named = constants.get("stack_dim_name")
+    name = None if named is None else named.value
+    return _stack("LazyStackedTensorDict", constants["stack_dim"].value, name, {})
+
+
+def _stack_metadata(values: np.ndarray, where: str | None) -> dict[str, Any]:
+    """Of non-tensor values, one per element: a stack of stacks, the first dimension outermost."""
+    parts = {str(i): part for i, part in enumerate(values)}
+    if values.ndim > 1:
+        inner = {key: _stack_metadata(part, where) for key, part in parts.items()}
+        return _stack("NonTensorStack", 0, None, {}) | inner
+    return _stack("NonTensorStack", 0, None, {k: (part, [], where) for k, part in parts.items()})
+
+
+def _stack(cls: str, dim: int, name: str | None, values: dict[str, Any]) -> dict[str, Any]:
+    metadata = {"stack_dim": dim, "stack_dim_name": name, "is_locked": True}
+    return {"cls": cls, "non_tensors": values, "leaves": {}, "cls_metadata": metadata}
+
+
+def _jagged_rows(key: str, node: Node, table: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """The parts of a jagged tensor are leaves of the tensordict that it is in, offsets last."""
+    ragged = dict(node.constants)["jagged_dim"].value
+    rows = {f"<NJT_VALUES>{key}": table["values"]}
+    if "lengths" in table:
+        rows[f"<NJT_LENGTHS>{key}"] = table["lengths"]
+    return rows | {f"<NJT_OFFSETS>{key}": (*table["offsets"], ragged)}
+
+
+# A leaf or a nested tensordict with a name that stock uses itself is recorded, with all others of
+# its node, under another name, and the class of the node is one that gives the names back.
+
+
+def _prefix(node: Node) -> str:
+    """What to put before the names of a node's leaves and nested trees; most often nothing."""
+    if _RESERVED.isdisjoint(_node_keys(node)) and not _any_ragged(_leaf_keys(node)):
+        return ""
+    prefix = "="
+    while any(key.startswith(prefix) for key, _ in node.constants):
+        prefix += "="
+    return prefix
+
+
+def _node_keys(node: Node) -> tuple[str, ...]:
+    """What stock records under its own key: tensordicts, and stacks of non-tensor values."""
+    nested = [key for key, child in node.nested if child.cls is not Jagged]
+    stacks = [key for key, value in node.constants if is_stack(value.value, node.batch_size)]
+    return (*nested, *stacks)
+
+
+def _leaf_keys(node: Node) -> tuple[str, ...]:
+    """What stock records among the leaves."""
+    jagged = [key for key, child in node.nested if child.cls is Jagged]
+    return (*node.keys, *jagged) if jagged else node.keys
 
 
 @lru_cache(maxsize=1024)
 def _any_ragged(keys: tuple[str, ...]) -> bool:
     return any(key.startswith(_RAGGED) for key in keys)
-
-
-# A leaf or a nested tensordict with a name that stock uses itself is recorded, with all others of
-# its node, under another name, and the class of the node is one that gives the names back.
 
 
 @dataclass(frozen=True)
@@ -117,15 +178,6 @@ class EscapedNode(UserDict[str, Any]):
 torch.serialization.add_safe_globals([AddedDtype, EscapedClass, EscapedNode])
 
 
-def _escaped(metadata: dict[str, Any], nested: dict[str, Any], cls: type) -> dict[str, Any]:
-    prefix = "="
-    while any(key.startswith(prefix) for key in metadata["non_tensors"]):
-        prefix += "="
-    leaves = {prefix + key: row for key, row in metadata["leaves"].items()}
-    children = {prefix + key: EscapedNode(child) for key, child in nested.items()}
-    return metadata | {"cls": EscapedClass(cls, prefix), "leaves": leaves} | children
-
-
 def file_suffix(tree: Node, layout: Layout) -> bytes:
     """What follows the buffer in a file: the metadata as JSON, and its length in 8 bytes.
 
@@ -135,7 +187,7 @@ def file_suffix(tree: Node, layout: Layout) -> bytes:
     if (reason := _why_not_in_file(tree, layout)) is not None:
         raise LayoutError(f"{reason}, which a file for from_consolidated cannot hold.")
     for path, node in walk_nodes(tree):
-        for key, constant in node.constants:
+        for key, constant in node.constants if node.cls not in BUILDERS else ():
             _check_json((*path, key), constant.value)
     text = json.dumps(stock_metadata(tree, layout), default=str).encode()
     return text + len(text).to_bytes(8, "little")
@@ -146,12 +198,13 @@ def _why_not_in_file(tree: Node, layout: Layout) -> str | None:
         if str(dtype_of(leaf.dtype).torch) not in STOCK_DTYPES:
             return f"{path_str(leaf.path)} is of dtype {leaf.dtype}"
     for path, node in walk_nodes(tree):
-        if node.cls is not TensorDict and not is_tensorclass(node.cls):
+        known = node.cls in (TensorDict, LazyStackedTensorDict, Jagged)
+        if not known and not is_tensorclass(node.cls):
             return f"the tensordict at {path_str(path)} is of class {class_name(node.cls)}"
-        for key, _ in node.nested:
+        for key in _node_keys(node):
             if key in _RESERVED:
                 return f"a nested tensordict is named {path_str((*path, key))}"
-        for key in node.keys:
+        for key in _leaf_keys(node):
             if key.startswith(_RAGGED):
                 return f"a leaf is named {path_str((*path, key))}"
     return None
@@ -159,14 +212,17 @@ def _why_not_in_file(tree: Node, layout: Layout) -> str | None:
 
 def _check_json(path: Path, value: Any) -> None:
     if not _survives_json(value):
+        kind = "NonTensorStack" if type(value) is PerElement else type(value).__name__
         raise LayoutError(
-            f"{path_str(path)}: got a {type(value).__name__} that JSON would not give back. "
+            f"{path_str(path)}: got a {kind} that JSON would not give back. "
             "Use None, bool, int, float, str, or lists and str-keyed dicts of them."
         )
 
 
 def _survives_json(value: Any) -> bool:
     """Whether value and type come back. Subclasses (enums, numpy's float64) do not."""
+    if type(value) is PerElement:
+        return all(map(_survives_json, value.array.flat))
     if type(value) is dict:
         return all(type(key) is str and _survives_json(item) for key, item in value.items())
     if type(value) is list:

@@ -1,7 +1,7 @@
 """One view of every kind of tree: a node is a class, a batch size, names, constants, children."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import singledispatch
 from itertools import islice
 from typing import Any
@@ -20,6 +20,7 @@ from tdbridge._compat import tensordict as compat
 from tdbridge.errors import LeafTypeError
 from tdbridge.layout.classes import is_supported
 from tdbridge.layout.constants import Constant
+from tdbridge.layout.non_tensors import entry_of, value_of
 from tdbridge.layout.spec import Path, path_str
 
 
@@ -37,6 +38,7 @@ class Node:
         leaves: its leaves, in the order of `keys`.
         nested: the trees in it by key, in its own order (as `Node`s once `tree_of` has described
             them too).
+        unbatched: the keys of the leaves whose shape does not start with the batch size.
     """
 
     source: Any
@@ -47,6 +49,7 @@ class Node:
     keys: tuple[str, ...]
     leaves: list[Any]
     nested: tuple[tuple[str, Any], ...]
+    unbatched: frozenset[str] = frozenset()
 
 
 class _EntryError(LeafTypeError):
@@ -85,19 +88,29 @@ def is_node(value: Any) -> bool:
 _NO_NODE = node_of.dispatch(object)
 _ONLY_TENSORS = {torch.Tensor}
 
+BUILDERS: dict[type, Callable[[dict[str, Any]], Any]] = {}
+"""How a node is built whose class is no TensorDict with keys of its own, from its entries.
+
+See `kinds`; such a node stands apart from the batch of the tree that it is in.
+"""
+
 
 @node_of.register(TensorDict)
 def _tensordict_node(td: Any) -> Node:
-    entries = dict(compat.tensordict_of(td).items())
-    nested, constants = [], []
+    inner = compat.tensordict_of(td)
+    if inner is not td and type(inner) in BUILDERS:
+        return _wrapped_node(node_of(inner), td)
+    entries = dict(inner.items())
+    nested, constants, unbatched = [], [], []
     if set(map(type, entries.values())) != _ONLY_TENSORS:  # most nodes hold nothing else
         for key, value in list(entries.items()):
-            if isinstance(value, torch.Tensor):
-                _check_batched(key, value)
+            if isinstance(value, UnbatchedTensor):
+                entries[key] = payload(value)
+                unbatched.append(key)
             elif not is_non_tensor(value):
                 if is_node(value):
                     nested.append((key, entries.pop(key)))
-            elif is_array(data := _non_tensor_value(key, value)):
+            elif is_array(data := _value(key, value)):
                 # tensordict takes a jax array, or a bfloat16 numpy one, for a non-tensor.
                 _check_shape(key, data, td.batch_size)
                 entries[key] = data
@@ -114,16 +127,28 @@ def _tensordict_node(td: Any) -> Node:
         keys=tuple(entries),
         leaves=list(entries.values()),
         nested=tuple(nested),
+        unbatched=frozenset(unbatched),
     )
 
 
-def _check_batched(key: str, value: torch.Tensor) -> None:
-    if isinstance(value, UnbatchedTensor):
-        raise _EntryError(
-            key,
-            "got an UnbatchedTensor, which is not carried yet: expand it over the batch, or keep "
-            "it outside of the tensordict.",
-        )
+def _value(key: str, entry: Any) -> Any:
+    try:
+        return value_of(entry)
+    except LeafTypeError as error:
+        raise _EntryError(key, str(error)) from None
+
+
+def _wrapped_node(inner: Node, td: Any) -> Node:
+    """Of a tensorclass over a lazy stack: the stack of that class."""
+    members = tuple([(key, compat.wrap(type(td), member)) for key, member in inner.nested])
+    return replace(
+        inner, source=td, nested=members, constants=(*inner.constants, ("wrapped", Constant(True)))
+    )
+
+
+def payload(tensor: UnbatchedTensor) -> torch.Tensor:
+    """The plain tensor that an `UnbatchedTensor` holds."""
+    return tensor.__reduce_ex__(4)[1][0]  # what a pickle of it is made of
 
 
 def _check_shape(key: str, array: Any, batch_size: Sequence[int]) -> None:
@@ -133,18 +158,6 @@ def _check_shape(key: str, array: Any, batch_size: Sequence[int]) -> None:
             f"got an array of shape {tuple(array.shape)} stored as non-tensor data; as a leaf it "
             f"has to start with the batch size {list(batch_size)}.",
         )
-
-
-def _non_tensor_value(key: str, value: Any) -> Any:
-    if isinstance(value, TensorDictBase):
-        raise _EntryError(
-            key,
-            f"got a {type(value).__name__}, one value per batch element, which is not carried yet. "
-            f"Store one value instead: NonTensorData(td[{key!r}]).",
-        )
-    while is_non_tensor(value):
-        value = value.data
-    return value
 
 
 def is_array(value: Any) -> bool:
@@ -157,7 +170,10 @@ def is_array(value: Any) -> bool:
 
 def names_of(td: TensorDictBase) -> tuple[str | None, ...] | None:
     """The names of the batch dimensions, or None when none has one."""
-    names = tuple(td.names or ())
+    try:
+        names = tuple(td.names or ())
+    except ValueError:  # a lazy stack, whose members disagree
+        return None
     return names if any(name is not None for name in names) else None
 
 
@@ -213,11 +229,15 @@ def rebuild(node: Node, leaves: Iterator[Any], device: torch.device | None = Non
     entries = dict(zip(node.keys, islice(leaves, len(node.keys)), strict=True))
     old_device = getattr(node.source, "device", None)
     own_device = old_device and (device or old_device)
-    if node.nested or node.constants:
+    if node.nested or node.constants or node.unbatched:
         for key, child in node.nested:
             entries[key] = rebuild(child, leaves, device)
+        if (build := BUILDERS.get(node.cls)) is not None:
+            return build(entries | {key: constant.value for key, constant in node.constants})
         for key, constant in node.constants:
-            entries[key] = compat.non_tensor(constant.value, node.batch_size, own_device)
+            entries[key] = entry_of(constant.value, node.batch_size, own_device)
+        for key in node.unbatched:
+            entries[key] = UnbatchedTensor(entries[key], batch_size=node.batch_size)
         entries = {key: entries[key] for key in list(node.source.keys())}
     return compat.new_tensordict(
         node.cls,

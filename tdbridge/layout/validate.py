@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from tdbridge.errors import LayoutError
+from tdbridge.layout.classes import stands_apart
 
 if TYPE_CHECKING:
     from tdbridge.layout.spec import Layout, NodeSpec
@@ -57,10 +58,12 @@ def check_layout(layout: "Layout") -> None:
     _check_paths(layout)
     for leaf in layout.leaves:
         _check_inside(nodes, leaf.path, leaf.shape)
+    leaves = {leaf.path for leaf in layout.leaves}
     for node in layout.nodes:
         _check_names(node)
+        _check_unbatched(node, leaves)
         if node.path:
-            _check_inside(nodes, node.path, node.batch_size)
+            _check_inside(nodes, node.path, None if stands_apart(node.cls) else node.batch_size)
     if layout.nbytes >= _LIMIT:
         raise LayoutError(f"its size is {layout.nbytes} bytes")
 
@@ -77,10 +80,19 @@ def _check_paths(layout: "Layout") -> None:
         raise LayoutError("it has a path twice")
 
 
-def _check_inside(nodes: dict[Any, "NodeSpec"], path: Any, shape: tuple[int, ...]) -> None:
+def _check_unbatched(node: "NodeSpec", leaves: set[Any]) -> None:
+    keys = node.unbatched
+    if list(keys) != sorted(set(keys)) or any((*node.path, key) not in leaves for key in keys):
+        raise LayoutError(f"the node {list(node.path)!r} has unbatched leaves {list(keys)!r}")
+
+
+def _check_inside(nodes: dict[Any, "NodeSpec"], path: Any, shape: tuple[int, ...] | None) -> None:
+    """Checks that a child stands in a node, and starts with its batch size if it is batched."""
     parent = nodes.get(path[:-1]) if path else None
     if parent is None:
         raise LayoutError(f"{list(path)!r} is in no node")
+    if shape is None or path[-1] in parent.unbatched:
+        return
     if shape[: len(parent.batch_size)] != parent.batch_size:
         raise LayoutError(f"{list(path)!r} has shape {list(shape)} in another batch size")
 

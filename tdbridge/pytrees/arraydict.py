@@ -1,11 +1,11 @@
 """ArrayDict: the JAX twin of TensorDict."""
 
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import jax.numpy as jnp
-from tensordict import is_tensorclass
+from tensordict import LazyStackedTensorDict, is_tensorclass
 
 from tdbridge.errors import FrozenError
 from tdbridge.layout.spec import path_str
@@ -15,6 +15,9 @@ from tdbridge.pytrees.compare import compared
 from tdbridge.pytrees.entries import Key
 from tdbridge.pytrees.show import describe
 from tdbridge.pytrees.static import NodeDef, derive_batch_size, sized_followers
+
+if TYPE_CHECKING:
+    from tdbridge.pytrees.packed import PackedArrayDict
 
 
 class ArrayDict(Mapping[str, Any]):
@@ -84,7 +87,7 @@ class ArrayDict(Mapping[str, Any]):
         values = self._definition.values
         if key in values:
             return values[key]
-        raise KeyError(f"{key!r} is not among the keys {list(self.keys())}")
+        raise KeyError(f"{key!r} is not among the keys {list(self.keys())}{_advice(self, key)}")
 
     def __getattr__(self, name: str) -> Any:
         """The fields of a tensorclass; a field that is None is a missing key, as in torch."""
@@ -241,6 +244,21 @@ class ArrayDict(Mapping[str, Any]):
         first: Any = shape[0] if shape and isinstance(shape[0], Sequence) else shape
         return shaping.reshape(self, tuple(first))
 
+    def pack(self) -> "PackedArrayDict":
+        """The same tree in one flat array per dtype: see `PackedArrayDict`.
+
+        All leaves are copied. On the CPU, outside of jit, nothing is compiled; elsewhere a program
+        is, once for each structure.
+
+        Raises:
+            LeafTypeError: a leaf is no array (a mask, None, a PRNG key), or the leaves do not lie
+                on one device.
+            NarrowingError: a numpy leaf of 64 bits, while x64 is off.
+        """
+        from tdbridge.pytrees.packed import pack  # it is made of ArrayDicts
+
+        return pack(self)
+
     @classmethod
     def stack(cls, trees: Iterable[Any], dim: int = 0) -> Self:
         """Stacks ArrayDicts of equal structure and batch size along a new batch dimension.
@@ -316,6 +334,16 @@ class ArrayDict(Mapping[str, Any]):
 
 
 _MISSING = object()
+
+
+def _advice(tree: ArrayDict, key: str) -> str:
+    """How to read an entry of the members of a lazy stack, by the key that it has there."""
+    if tree.tensorclass is not LazyStackedTensorDict:
+        return ""
+    return (
+        f" of a lazy stack: read a member, ad['0', {key!r}], or stack the members first, "
+        f"ArrayDict.stack(members, dim)[{key!r}]"
+    )
 
 
 def _init(self: ArrayDict, definition: NodeDef, children: Iterable[Any]) -> None:

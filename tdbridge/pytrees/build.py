@@ -1,6 +1,7 @@
 """Values that users give -> entries of an ArrayDict, checked."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from tdbridge.errors import LeafTypeError
 from tdbridge.layout.constants import Constant
 from tdbridge.layout.spec import Path, path_str
 from tdbridge.pytrees.entries import Child, Entries, Make, assemble, entries_of, is_nested, nest
-from tdbridge.pytrees.static import Names, NodeDef
+from tdbridge.pytrees.static import Names, NodeDef, is_apart
 
 
 def build(source: Mapping[Any, Any], like: NodeDef, make: Make, path: Path = ()) -> Any:
@@ -52,6 +53,8 @@ def entry(value: Any, like: NodeDef, make: Make, path: Path) -> Child | Constant
     if isinstance(value, (Child, Constant)):
         return value
     _refuse_torch(value, path)
+    if hasattr(type(value), "unpack"):  # a packed tree
+        value = value.unpack()
     if isinstance(value, Mapping) and not is_nested(value):
         inner = NodeDef(names=like.names, batch_size=like.batch_size)
         return Child(build(value, inner, make, path), 0)
@@ -59,6 +62,8 @@ def entry(value: Any, like: NodeDef, make: Make, path: Path) -> Child | Constant
         value = jnp.asarray(value)
     if not _has_shape(value):
         return Constant(value)
+    if is_nested(value) and is_apart(value):
+        return Child(value, None)
     shape: Any = getattr(value, "shape", ())
     size = like.batch_size or ()
     if tuple(shape[: len(size)]) != size:
@@ -86,7 +91,8 @@ def replaced(
 ) -> Entries:
     """The entries of `tree` with `changes`; if `merge`, a mapping is merged into a nested tree.
 
-    What takes the place of a leaf that is no array (a mask, a PartitionSpec) is a leaf too.
+    What takes the place of a leaf that is no array (a mask, a PartitionSpec) is a leaf too, and
+    an array in the place of an unbatched leaf is unbatched.
     """
     new = entries_of(tree)
     for key, value in nest(_given(changes, like, path), path).items():
@@ -98,10 +104,18 @@ def replaced(
             merged = replaced(old.value, source, old.value._like(), make, here)
             new[key] = Child(old.value._with_entries(merged), old.event_dims)
         elif _has_shape(old.value) or isinstance(value, (Child, Constant, Mapping)):
-            new[key] = entry(value, like, make, here)
+            own = replace(like, batch_size=()) if _is_unbatched(old, value) else like
+            new[key] = entry(value, own, make, here)
+            if own is not like and isinstance(new[key], Child):
+                new[key] = Child(new[key].value, None)
         else:
             new[key] = Child(value, old.event_dims)
     return new
+
+
+def _is_unbatched(old: Child, value: Any) -> bool:
+    leaf = old.event_dims is None and not is_nested(old.value)
+    return leaf and not isinstance(value, (Child, Constant, Mapping))
 
 
 def checked_names(names: Sequence[str | None] | None, size: tuple[int, ...]) -> Names | None:

@@ -5,21 +5,25 @@ The entries of a tree stand in one dict: leaves and nested trees as `Child`, non
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from tdbridge.layout.constants import Constant
 from tdbridge.layout.spec import Path, path_str
-from tdbridge.pytrees.static import NodeDef, is_leafless
+from tdbridge.pytrees.static import NodeDef, make_definition
 
 Key = str | tuple[str, ...]
 Make = Callable[[NodeDef, Sequence[Any]], Any]
 
 
 class Child(NamedTuple):
-    """A leaf or a nested tree, and how many of its last dimensions are event dimensions."""
+    """A leaf or a nested tree, and how many of its last dimensions are event dimensions.
+
+    None where it stands apart from the batch.
+    """
 
     value: Any
-    event_dims: int
+    event_dims: int | None
 
 
 Entries = dict[str, Child | Constant]
@@ -44,17 +48,9 @@ def assemble(entries: Entries, like: NodeDef, make: Make) -> Any:
     constants = tuple([(key, entry) for key, entry in pairs if isinstance(entry, Constant)])
     children = [(key, *entry) for key, entry in pairs if isinstance(entry, Child)]
     keys, values, dims = zip(*children, strict=True) if children else ((), (), ())
-    followers = [i for i, value in enumerate(values) if is_nested(value) and is_leafless(value)]
-    definition = NodeDef(
-        keys=keys,
-        event_dims=dims,
-        followers=tuple(followers),
-        cls=like.cls,
-        names=like.names,
-        constants=constants,
-        batch_size=like.batch_size or () if len(followers) == len(keys) else None,
-    )
-    return make(definition, values)
+    trees = [i for i, value in enumerate(values) if is_nested(value)]
+    like = replace(like, constants=constants)
+    return make(make_definition(keys, dims, values, trees, like), values)
 
 
 def pairs(tree: Any, include_nested: bool, leaves_only: bool) -> list[tuple[Any, Any]]:
@@ -145,7 +141,7 @@ def flattened(tree: Any, separator: str, event_dims: int = 0) -> Entries:
     flat: Entries = {}
     for key, entry in entries_of(tree).items():
         named: Entries = {key: entry}
-        if isinstance(entry, Child):
+        if isinstance(entry, Child) and entry.event_dims is not None:
             dims = event_dims + entry.event_dims
             named = {key: Child(entry.value, dims)}
             if is_nested(entry.value) and len(entry.value):

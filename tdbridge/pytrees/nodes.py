@@ -5,8 +5,15 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+from tensordict import TensorDict
+
+from tdbridge.errors import LeafTypeError
+from tdbridge.layout.constants import Constant
+from tdbridge.layout.kinds import check_whole
+from tdbridge.layout.non_tensors import PerElement
 from tdbridge.layout.tree import Node, node_of
 from tdbridge.pytrees.arraydict import ArrayDict, from_children, resize
+from tdbridge.pytrees.prng import PRNGKey, wrap_key
 from tdbridge.pytrees.static import NodeDef, define, sized_followers
 
 
@@ -16,16 +23,45 @@ def flatten_arraydict(tree: ArrayDict) -> tuple[tuple[Any, ...], NodeDef]:
     return tuple(sized_followers(definition, tree._children, (), resize)), definition
 
 
-def arraydict_of(node: Node, leaves: Iterator[Any]) -> ArrayDict:
-    """The tree that `tree_of` described, as ArrayDicts over other leaves, one per leaf of it."""
+def arraydict_of(node: Node, leaves: Iterator[Any]) -> Any:
+    """The tree that `tree_of` described, as ArrayDicts over other leaves, one per leaf of it.
+
+    What torch holds of PRNG keys becomes an array of keys.
+    """
     own = list(islice(leaves, len(node.keys)))
-    nested = tuple([(key, arraydict_of(child, leaves)) for key, child in node.nested])
-    return from_children(*define(dataclasses.replace(node, leaves=own, nested=nested)))
+    if node.cls is PRNGKey:
+        return wrap_key(*own, **{key: constant.value for key, constant in node.constants})
+    keys, nested = list(node.keys), []
+    for key, child in node.nested:
+        tree = arraydict_of(child, leaves)
+        if isinstance(tree, ArrayDict):
+            nested.append((key, tree))
+        else:  # PRNG keys are a leaf here
+            keys.append(key)
+            own.append(tree)
+    new = dataclasses.replace(node, keys=tuple(keys), leaves=own, nested=tuple(nested))
+    return from_children(*define(new))
+
+
+@node_of.register(PRNGKey)
+def _key_node(keys: PRNGKey) -> Node:
+    """The same as of any tensorclass; keys that torch has stacked name their algorithm each."""
+    node = node_of.dispatch(TensorDict)(keys)
+    impl = dict(node.constants).get("impl")
+    if impl is not None and isinstance(impl.value, PerElement):
+        found = set(impl.value.array.flat)
+        if len(found) != 1:
+            raise LeafTypeError(
+                f"got PRNG keys of {len(found)} algorithms, {sorted(found)}: an array has one."
+            )
+        node.constants = (("impl", Constant(*found)),)
+    return node
 
 
 @node_of.register(ArrayDict)
 def _arraydict_node(tree: ArrayDict) -> Node:
     definition, size = tree._definition, tree.batch_size
+    check_whole(definition.cls, definition.keys, definition.values)
     keys, leaves, nested = definition.keys, list(tree._children), ()
     if ArrayDict in set(map(type, leaves)):
         pairs = list(zip(keys, leaves, strict=True))
@@ -41,4 +77,5 @@ def _arraydict_node(tree: ArrayDict) -> Node:
         keys=keys,
         leaves=leaves,
         nested=nested,
+        unbatched=definition.unbatched.intersection(keys),
     )

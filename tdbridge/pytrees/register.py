@@ -6,6 +6,7 @@ tracers, None, shapes, shardings and bare objects. tensordict's own flatten func
 torch, give wrong batch sizes under vmap and scan when JAX uses them.
 """
 
+import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -15,15 +16,30 @@ from typing import Any
 import jax
 import optree
 import torch
-from tensordict import TensorDict, is_tensorclass
+from jax import export
+from tensordict import (
+    LazyStackedTensorDict,
+    TensorDict,
+    TensorDictParams,
+    UnbatchedTensor,
+    is_tensorclass,
+)
 
 from tdbridge._compat import tensordict as compat
 from tdbridge._compat.optree import register_globally
 from tdbridge.layout.classes import is_supported
-from tdbridge.layout.tree import is_node, names_of, node_of
+from tdbridge.layout.non_tensors import entry_of
+from tdbridge.layout.spec import Layout
+from tdbridge.layout.tree import BUILDERS, is_node, names_of, node_of
 from tdbridge.pytrees.arraydict import ArrayDict, from_children
 from tdbridge.pytrees.export import register_export
 from tdbridge.pytrees.nodes import flatten_arraydict
+from tdbridge.pytrees.packed import (
+    PackedArrayDict,
+    flatten_packed,
+    keyed_segments,
+    over_segments,
+)
 from tdbridge.pytrees.static import NodeDef, common_size, define, shapes_of, sized_followers
 
 _lock = threading.RLock()
@@ -111,18 +127,40 @@ def flatten_tensordict(td: Any) -> tuple[tuple[Any, ...], NodeDef]:
 def unflatten_tensordict(definition: NodeDef, children: Iterable[Any]) -> Any:
     """A TensorDict (or its kin) over any leaves; locked unless they are tensors of its ranks."""
     children = tuple(children)
+    fits = _all_torch(children)
     shapes = shapes_of(definition, children)
     if (size := common_size(definition, shapes)) is not None:
         children = sized_followers(definition, children, size, _resize)
+    if definition.cls in BUILDERS:
+        return _build(definition, children, fits)
     size = size or ()
+    names = definition.names_for(len(size))
+    ranks_fit = all(len(shape) - own == len(size) for shape, own in shapes)
+    fits = fits and ranks_fit and names == definition.names
+    entries = _entries(definition, children, size)
+    td = compat.new_tensordict(definition.cls, entries, batch_size=size, names=names)
+    return td if fits else _remember(td, definition, children)
+
+
+def _entries(definition: NodeDef, children: Sequence[Any], size: tuple[int, ...]) -> dict[str, Any]:
     entries = dict(zip(definition.keys, children, strict=True))
     for key, value in definition.values.items():
-        entries[key] = compat.non_tensor(value, size)
-    names = definition.names_for(len(size))
-    td = compat.new_tensordict(definition.cls, entries, batch_size=size, names=names)
-    ranks_fit = all(len(shape) - own == len(size) for shape, own in shapes)
-    if ranks_fit and names == definition.names and _all_torch(children):
-        return td
+        entries[key] = entry_of(value, size)
+    for key in definition.unbatched:
+        if type(entries[key]) is torch.Tensor:
+            entries[key] = UnbatchedTensor(entries[key], batch_size=size)
+    return entries
+
+
+def _build(definition: NodeDef, children: Sequence[Any], fits: bool) -> Any:
+    """A lazy stack, also of what it cannot stack: JAX takes trees of one class alone for alike."""
+    entries = dict(zip(definition.keys, children, strict=True))
+    dim = definition.values["stack_dim"]
+    for at in (dim, 0) if all(map(is_node, children)) else ():
+        with contextlib.suppress(RuntimeError, IndexError):  # a dimension was taken away
+            stack = BUILDERS[definition.cls](entries | definition.values | {"stack_dim": at})
+            return stack if fits and at == dim else _remember(stack, definition, children)
+    td = compat.new_tensordict(TensorDict, entries, batch_size=())
     return _remember(td, definition, children)
 
 
@@ -133,7 +171,8 @@ def unflatten_tensordict(definition: NodeDef, children: Iterable[Any]) -> Any:
 
 
 def _remember(td: Any, definition: NodeDef, children: Sequence[Any]) -> Any:
-    compat.tensordict_of(td)._made_from = definition, children, td.batch_size, names_of(td)
+    inner: Any = compat.tensordict_of(td)
+    inner._made_from = definition, children, _entries_now(inner), td.batch_size, names_of(td)
     return td.lock_()
 
 
@@ -142,17 +181,18 @@ def _recall(td: Any) -> tuple[NodeDef, tuple[Any, ...]] | None:
     made_from = getattr(inner, "_made_from", None)
     if made_from is None:
         return None
-    definition, children, *size_and_names = made_from
+    definition, children, was, *size_and_names = made_from
     if size_and_names != [td.batch_size, names_of(td)]:
         return None
-    now = dict(inner.items())
-    was = dict(zip(definition.keys, children, strict=True))
-    if now.keys() != was.keys() | definition.values.keys():
-        return None
-    same = all(now[key] is child for key, child in was.items()) and all(
-        now[key].data is value for key, value in definition.values.items()
-    )
+    now = _entries_now(inner)
+    same = now.keys() == was.keys() and all(now[key] is entry for key, entry in was.items())
     return (definition, children) if same else None
+
+
+def _entries_now(inner: Any) -> dict[str, Any]:
+    if isinstance(inner, LazyStackedTensorDict):
+        return {str(i): member for i, member in enumerate(inner.tensordicts)}
+    return dict(inner.items())
 
 
 def _all_torch(children: Sequence[Any]) -> bool:
@@ -171,9 +211,36 @@ def _resize(td: Any, size: tuple[int, ...]) -> Any:
 def register_all() -> None:
     """Registers ArrayDict, TensorDict, and every tensorclass there is and will be."""
     _register(ArrayDict, flatten_arraydict, from_children)
+    _register_packed()
     compat.on_new_class(_register_tensordict)
-    for cls in (TensorDict, *compat.defined_classes()):
+    for cls in (TensorDict, LazyStackedTensorDict, TensorDictParams, *compat.defined_classes()):
         _register_tensordict(cls)
+
+
+class SegmentEntry(optree.PyTreeEntry):
+    """A segment in a path of optree: `packed[0]` is an element of the batch."""
+
+    __slots__ = ()
+
+    def __call__(self, obj: PackedArrayDict, /) -> Any:
+        """The segment."""
+        return obj.segments[self.entry]
+
+    def codify(self, /, node: str = "") -> str:
+        """How it is written in Python."""
+        return f"{node}.segments[{self.entry!r}]"
+
+
+def _register_packed() -> None:
+    cls = PackedArrayDict
+    jax.tree_util.register_pytree_with_keys(cls, keyed_segments, over_segments, flatten_packed)
+    register_globally(cls, flatten_packed, over_segments, SegmentEntry)
+    export.register_pytree_node_serialization(
+        cls,
+        serialized_name="tdbridge.PackedArrayDict",
+        serialize_auxdata=lambda layout: layout.to_json().encode(),
+        deserialize_auxdata=lambda data: Layout.from_json(bytes(data).decode()),
+    )
 
 
 def _register_tensordict(cls: type) -> None:

@@ -4,16 +4,23 @@ All are one recursion, `combine`: what to do to the leaves, to a stored batch si
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from tdbridge.errors import LeafTypeError, NarrowingError
+from tdbridge.layout.classes import stands_apart
+from tdbridge.layout.constants import Constant
+from tdbridge.layout.non_tensors import PerElement, elements_of, is_per_element
 from tdbridge.pytrees.entries import is_nested
 from tdbridge.pytrees.indexing import indexed, indexed_names, indexed_size, steps_of
 from tdbridge.pytrees.static import Names, NodeDef, Size
+
+Constants = tuple[tuple[str, Constant], ...]
 
 
 def combine(
@@ -24,25 +31,101 @@ def combine(
 ) -> Any:
     """Joins ArrayDicts of one structure, level by level.
 
-    Class, names and non-tensor entries are those of the first.
+    Class and names are those of the first. Non-tensor values per element are joined as leaves are;
+    other non-tensor entries have to be equal.
 
     Raises:
         ValueError: the structures differ; the error says in what.
     """
     first = trees[0]
     definition: NodeDef = first._definition
+    if stands_apart(definition.cls):
+        raise ValueError(
+            f"got a {definition.cls.__name__}, whose parts have no batch dimensions in common: "
+            "index or stack its parts, or make the leaf dense in torch first."
+        )
     for other in trees[1:]:
         _check_same(first, other)
+    groups = list(zip(*(tree._children for tree in trees), strict=True))
     children = [
-        combine(group, on_leaves, on_sizes, on_names) if is_nested(group[0]) else on_leaves(*group)
-        for group in zip(*(tree._children for tree in trees), strict=True)
+        combine(group, on_leaves, on_sizes, on_names)
+        if is_nested(group[0])
+        else _only(key, group)
+        if dims is None
+        else on_leaves(*group)
+        for key, dims, group in zip(definition.keys, definition.event_dims, groups, strict=True)
     ]
     names = on_names(definition.names_for(first.batch_dims) or (None,) * first.batch_dims)
     stored = None
     if definition.batch_size is not None:
         stored = on_sizes(*(tree._definition.batch_size for tree in trees))
     new = definition.resized(stored, names if any(name is not None for name in names) else None)
-    return first._make(new, children)
+    return first._make(replace(new, constants=_constants(trees, on_leaves)), children)
+
+
+def _constants(trees: Sequence[Any], on_leaves: Callable[..., Any]) -> Constants:
+    """The non-tensor entries of `trees`, joined.
+
+    Raises:
+        ValueError: an entry that is one value differs between the trees.
+        IndexError: values per element are indexed by what only a compiled program knows.
+    """
+    definitions: list[NodeDef] = [tree._definition for tree in trees]
+    if not any(definition.constants for definition in definitions):
+        return ()
+    pairs = [(tree._definition.values, tree.batch_size) for tree in trees]
+    each = {k for values, size in pairs for k, v in values.items() if is_per_element(v, size)}
+    first = definitions[0]
+    for other in definitions[1:]:
+        if _parted(other, each) != _parted(first, each):
+            raise ValueError(
+                f"non-tensor entries differ: {first.values}, {other.values}. Exclude them, or make "
+                "them equal."
+            )
+    return tuple([
+        (key, _per_element(key, [(values[key], size) for values, size in pairs], on_leaves))
+        if key in each
+        else (key, constant)
+        for key, constant in first.constants
+    ])  # fmt: skip
+
+
+def _parted(definition: NodeDef, each: set[str]) -> list[tuple[str, Constant | None]]:
+    """The non-tensor entries, without the values of those in `each`."""
+    return [(key, None if key in each else constant) for key, constant in definition.constants]
+
+
+def _per_element(key: str, pairs: Sequence[tuple[Any, Size]], on_leaves: Any) -> Constant:
+    """Values per element, joined as leaves are; one value that is left is no list of them."""
+    try:
+        new = on_leaves(*[elements_of(value, size) for value, size in pairs])
+    except (jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError):
+        raise IndexError(
+            f"{key!r} has a non-tensor value per element, which no traced index can choose from: "
+            f"index outside of jit, or exclude({key!r}) first."
+        ) from None
+    return Constant(PerElement(new) if new.ndim else new[()])
+
+
+def _only(key: str, leaves: Sequence[Any]) -> Any:
+    """The one value of an unbatched leaf, which no operation on the batch changes.
+
+    Raises:
+        ValueError: the trees have different ones.
+    """
+    first = leaves[0]
+    if any(leaf is not first and not _equal(leaf, first) for leaf in leaves[1:]):
+        raise ValueError(
+            f"{key!r} is not batched and differs between the trees, or may while JAX traces: "
+            f"exclude({key!r}), or take it from one tree for all."
+        )
+    return first
+
+
+def _equal(a: Any, b: Any) -> bool:
+    concrete = not any(isinstance(leaf, Tracer) for leaf in (a, b))
+    alike = concrete and (a.dtype, a.shape) == (b.dtype, b.shape)
+    return alike and np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
 def _check_same(first: Any, other: Any) -> None:
@@ -50,10 +133,6 @@ def _check_same(first: Any, other: Any) -> None:
     for what in ("keys", "cls", "event_dims"):
         if getattr(a, what) != getattr(b, what):
             raise ValueError(f"structures differ in {what}: {getattr(a, what)}, {getattr(b, what)}")
-    if a.constants != b.constants:
-        raise ValueError(
-            f"non-tensor entries differ: {a.values}, {b.values}. Exclude them, or make them equal."
-        )
     for key, left, right in zip(a.keys, first._children, other._children, strict=True):
         if is_nested(left) != is_nested(right):
             raise ValueError(f"structures differ: {key!r} is a leaf in one and a tree in another.")

@@ -1,6 +1,7 @@
 """`copy=True` never aliases, and `copy=False` never copies."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from tdbridge import ArrayDict, to_jax, to_torch
+from tdbridge import ArrayDict, explain, to_jax, to_torch
 from tdbridge.convert.sharing import why_copied
 from tests import zoo
 from tests.convert.trees import address, aligned, listed, pairs, x64_for
@@ -130,6 +131,16 @@ def test_donation_leaves_a_tensor_over_the_array_alone(copy: bool | None):
         tensor = to_torch(array, copy=copy)
         program(array).block_until_ready()
         assert torch.equal(tensor, torch.arange(2.0**16))
+
+
+def test_a_tensor_over_what_was_read_only_can_be_written_to(tmp_path: Path):
+    """A file mapped for reading is copied: a write to the tensor of its array ends no process."""
+    np.arange(64, dtype=np.float32).tofile(tmp_path / "data")
+    mapped = np.memmap(tmp_path / "data", np.float32, "r")
+    assert explain([mapped], to="jax").rows[0].reason == "it is read-only"
+    tensor = to_torch(to_jax([mapped]), copy=False)[0]
+    tensor.zero_()
+    assert mapped.tolist() == list(range(64))
 
 
 # --- copy=False

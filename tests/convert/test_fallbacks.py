@@ -1,11 +1,15 @@
 """Without the private bindings of JAX the public ones give the same results."""
 
+from contextlib import nullcontext
+from operator import attrgetter
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from tensordict import TensorDict
 
 import tdbridge._compat.jax as compat
@@ -113,3 +117,64 @@ def test_capsules_and_arrays_are_imported_side_by_side():
     sources = [*dlpack_sources([array]), array]
     assert [tensor.tolist() for tensor in import_all(sources)] == [[0.0, 1.0, 2.0]] * 2
     assert import_all([]) == []
+
+
+@pytest.mark.parametrize("name", zoo.TREES)
+def test_arrays_come_to_torch_the_same(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Without JAX's own ways to wait, to find the shard and to judge all arrays at once."""
+    assert compat._await_all is not None
+    assert compat._first_shard is not None
+    with x64_for(name):
+        ad = to_jax(zoo.TREES[name](), copy=True)
+        fast = zoo.leaves(to_torch(ad))
+        for attribute in ("_await_all", "_first_shard"):
+            monkeypatch.setattr(compat, attribute, None)
+        monkeypatch.setattr(compat, "_sharding_of", attrgetter("_no_such_attribute"))
+        back = to_torch(ad)
+    expected = zoo.expected(name)
+    for path, tensor, array in pairs(back, ad):
+        assert zoo.same_bits(zoo.as_numpy(tensor), expected[path]), path
+        if tensor.numel():
+            assert address(tensor) == address(array) == address(fast[path]), path
+
+
+def test_arrays_are_judged_the_same(monkeypatch: pytest.MonkeyPatch):
+    """Dtypes and kinds of sharding are found in either way, PRNG keys included."""
+    mesh = jax.make_mesh((8,), ("x",))
+    split = jax.device_put(jnp.zeros(8, jnp.int8), NamedSharding(mesh, PartitionSpec("x")))
+    plain = [jnp.ones(3), jnp.ones(3, jnp.bfloat16)]
+    cases = {
+        "plain": (plain, {np.dtype("float32"), jnp.dtype(jnp.bfloat16)}, {SingleDeviceSharding}),
+        "split": ([split], {np.dtype("int8")}, {NamedSharding}),
+        "key": ([jax.random.key(0)], {jax.random.key(0).dtype}, {SingleDeviceSharding}),
+        "none": ([], set(), set()),
+    }  # fmt: skip
+    for fallback in (False, True):
+        if fallback:
+            monkeypatch.setattr(compat, "_aval_of", attrgetter("_no_such_attribute"))
+            monkeypatch.setattr(compat, "_sharding_of", attrgetter("_no_such_attribute"))
+        for arrays, dtypes, shardings in cases.values():
+            assert compat.dtypes_of(arrays) == dtypes
+            assert compat.shardings_of(arrays) == shardings
+
+
+def test_what_went_wrong_in_a_computation_is_raised(monkeypatch: pytest.MonkeyPatch):
+    """Both ways of waiting raise for an array that was deleted."""
+    array = jnp.ones(3) * 2
+    compat.wait([array, array])
+    array.delete()
+    for fallback in (False, True):
+        if fallback:
+            monkeypatch.setattr(compat, "_await_all", None)
+        with pytest.raises((RuntimeError, ValueError), match="deleted"):
+            compat.wait([array])
+
+
+@pytest.mark.parametrize("guard", [None, "allow", "disallow", "log"])
+def test_no_guard_stops_a_conversion(guard: str | None):
+    """A conversion is no implicit transfer; where no transfer is guarded, nothing is set."""
+    with jax.transfer_guard(guard) if guard else nullcontext():
+        assert isinstance(compat._no_guard(), nullcontext) == (guard in (None, "allow"))
+        tensor = torch.arange(16.0)
+        assert address(to_jax(tensor, copy=False)) == address(tensor)
+        assert float(to_jax(torch.tensor(2.0))) == 2.0

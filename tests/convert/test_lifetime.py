@@ -176,6 +176,22 @@ def test_many_conversions_leave_the_memory_flat(copy: bool | None):
     assert resident_megabytes() - before < 8
 
 
+def test_a_hundred_thousand_conversions_leave_the_memory_flat():
+    """Nothing at all is left of a conversion: 160 bytes lost in each would be 16 MB."""
+    tree = {"x": torch.ones(16)}
+
+    def round_trips(count: int) -> None:
+        for _ in range(count):
+            to_torch(to_jax(tree))
+
+    round_trips(2_000)
+    gc.collect(1)
+    before = resident_megabytes()
+    round_trips(50_000)
+    gc.collect(1)
+    assert resident_megabytes() - before < 8
+
+
 def test_many_shapes_leave_the_memory_flat():
     """A new shape at each call does not grow the process beyond what a bounded cache holds."""
     for count in range(1, 5_000):

@@ -12,7 +12,9 @@ import torch
 from hypothesis import given
 
 from tdbridge import NarrowingError, to_jax, to_torch
-from tests.convert.trees import address, listed, tensor_of
+from tdbridge.convert.copies import BUFFER, SMALL, shareable
+from tests import zoo
+from tests.convert.trees import address, extremes, listed, tensor_of
 
 ROOM = {"int64": (-(2**31), 2**31 - 1), "uint64": (0, 2**32 - 1)}
 INTEGERS = [
@@ -104,6 +106,70 @@ def test_never_refuses_every_64_bit_leaf(name: str):
         assert listed(error.value) == {"['x']": f'got {name}, and narrow="never".'}
     small = to_jax({"x": torch.ones(2)}, narrow="never")
     assert small["x"].dtype == "float32"
+
+
+def many_leaves(name: str) -> dict[str, torch.Tensor]:
+    """Small leaves of every form, enough of them for several buffers, around large ones."""
+    values = np.resize(extremes(name), 4096) if name in WIDE else np.arange(4096).astype(name)
+    base = tensor_of(values)
+    small = {
+        "rows": base[:12].view(3, 4),
+        "columns": base[:12].view(4, 3).t(),
+        "step": base[1:90:7],
+        "scalar": base[5],
+        "empty": base[:0].view(2, 0),
+        "expanded": base[3].expand(5),
+        "off": base[1:9],
+    }
+    if name == "complex128":
+        small |= {"conj": base[:9].conj(), "neg": base[:9].conj().imag}
+    tree = {f"{key}{i}": leaf for i in range(500) for key, leaf in small.items()}
+    return {"large": base, "columns": base.view(64, 64).t(), **tree, "last": base[:2000]}
+
+
+SHORT = {
+    torch.int64: torch.int32,
+    torch.uint64: torch.uint32,
+    torch.float64: torch.float32,
+    torch.complex128: torch.complex64,
+}
+
+
+@pytest.mark.parametrize("name", [*ROOM, *WIDE])
+def test_many_leaves_are_narrowed_each_to_its_own_values(name: str):
+    """Leaves of every form, small and large, have the bits of torch's own cast, and are aligned."""
+    tree = many_leaves(name)
+    for key, array in to_jax(tree, narrow="allow").items():
+        wanted = tree[key].contiguous().to(SHORT[tree[key].dtype])
+        assert zoo.same_bits(np.asarray(array), zoo.as_numpy(wanted)), key
+        assert array.size == 0 or address(array) % 64 == 0, key
+
+
+@pytest.mark.parametrize("narrow", ["exact", "allow"])
+def test_each_of_many_leaves_that_does_not_fit_is_named(narrow: Any):
+    """Where one value anywhere among many leaves does not fit, its leaf is named and no other."""
+    tree: dict[str, Any] = many_leaves("int64")
+    tree |= {"b": torch.tensor([1, 2**31]), "c": torch.arange(9000) - 2**31 - 1}
+    tree |= {"u": integers("uint64", 2**32, 7), "v": integers("uint64", 2**32 - 1)}
+    tree |= {f"z{i}": torch.arange(7) for i in range(500)} | {"zz": torch.tensor(-(2**63))}
+    with pytest.raises(NarrowingError) as error:
+        to_jax(tree, narrow=narrow)
+    assert set(listed(error.value)) == {"['b']", "['c']", "['u']", "['zz']"}
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_a_leaf_that_is_kept_keeps_little_else(copy: bool):
+    """Copies share a buffer only while they are small, and no buffer is large."""
+    leaves = [torch.arange(size) for size in (1, 100, 5000, 3) * 400]
+    if copy:
+        leaves = [leaf.int() for leaf in leaves]
+    new = shareable(leaves, copy=copy)
+    for leaf, tensor in zip(leaves, new, strict=True):
+        assert torch.equal(leaf, tensor.long())
+        limit = BUFFER if leaf.nbytes <= SMALL else tensor.nbytes + 63
+        assert tensor.untyped_storage().nbytes() <= limit
+    buffers = {tensor.untyped_storage().data_ptr() for tensor in new}
+    assert len(buffers) < 400 + 10
 
 
 def test_one_error_lists_every_leaf_and_the_three_remedies():

@@ -1,6 +1,6 @@
 """Where the arrays are: uncommitted where torch had them, or where `device` and `sharding` say."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +9,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from tdbridge import to_jax, to_torch
+from tdbridge import ArrayDict, LeafTypeError, to_jax, to_torch
 from tests import zoo
-from tests.convert.trees import address, pairs, x64_for
+from tests.convert.trees import address, listed, pairs, x64_for
 
 MESH = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 ROWS = jax.NamedSharding(MESH, jax.P("x"))
@@ -133,3 +133,102 @@ def test_a_transfer_guard_allows_what_was_asked_for():
         back = to_torch(ad)
     for path, tensor in zoo.leaves(back).items():
         assert zoo.same_bits(zoo.as_numpy(tensor), zoo.expected("strided")[path])
+
+
+@pytest.mark.parametrize("place", [{"device": "cpu"}, {"sharding": {"l": ROWS, "s": ROWS}}])
+def test_a_deleted_array_that_would_be_moved_is_named(place: dict[str, Any]):
+    """One error lists it beside what cannot be carried; where it stays, it is let through."""
+    array, good = jnp.ones(8), torch.zeros(8)
+    array.delete()
+    with pytest.raises(LeafTypeError, match="to_jax cannot carry") as error:
+        to_jax({"l": [good, array], "s": torch.eye(2).to_sparse()}, **place)
+    found = listed(error.value)
+    assert found.pop("['l', '1']") == "got an array that was deleted or donated."
+    assert list(found) == ["['s']"]
+    good.resize_(1000)
+    assert to_jax([array, good])[0] is array
+    assert to_jax([array, torch.ones(8)], sharding=[None, ROWS])[0] is array
+
+
+class State(NamedTuple):
+    step: Any
+    params: Any
+
+
+COLUMNS = jax.NamedSharding(MESH, jax.P(None, "x"))
+
+
+def state() -> State:
+    td = TensorDict({"w": torch.ones(8, 8), "n": {"b": torch.arange(8)}, "label": "text"}, [8])
+    return State(
+        torch.tensor(3.0), {"td": td, "l": [torch.ones(8), np.ones(8, np.float32), "s", 3]}
+    )
+
+
+def shardings(form: str) -> State:
+    """A place of another kind for each leaf of `state()`, in one of the forms of a tree."""
+    td: Any = {"w": COLUMNS, "n": ROWS}
+    if form == "arraydict":
+        td = ArrayDict({"w": COLUMNS, "n": {"b": ROWS}})
+    if form == "mapped":
+        mirror = ArrayDict({"w": jnp.ones((8, 8)), "n": {"b": jnp.ones(8)}, "label": "t"}, [8])
+        td = jax.tree.map(lambda leaf: COLUMNS if leaf.ndim == 2 else ROWS, mirror)
+    if form == "tensordict":
+        td = TensorDict({"w": COLUMNS, "n": {"b": ROWS}})
+    return State(None, {"td": td, "l": [CPUS[3], None, None, WHOLE]})
+
+
+@pytest.mark.parametrize("form", ["dict", "arraydict", "mapped", "tensordict"])
+def test_a_tree_of_shardings_places_each_leaf(form: str):
+    """Each leaf goes where the entry at or above its path says; with None it stays, uncommitted."""
+    got = to_jax(state(), sharding=shardings(form))
+    assert got.params["td"]["w"].sharding == COLUMNS
+    assert got.params["td"]["n", "b"].sharding == ROWS
+    assert got.params["td"]["n", "b"].tolist() == list(range(8))
+    assert got.params["td"].batch_size == (8,)
+    assert got.params["l"][0].devices() == {CPUS[3]}
+    assert got.params["l"][0].committed
+    for stays in (got.step, got.params["l"][1]):
+        assert stays.devices() == {CPUS[0]}
+        assert not stays.committed
+    assert got.params["l"][2:] == ["s", 3]
+
+
+def test_a_prefix_is_for_all_that_is_under_it():
+    """One sharding above several leaves is for each of them, jax's own arrays among them."""
+    tree = {"a": [torch.ones(8), jnp.ones(8)], "b": TensorDict({"x": torch.ones(8)}, [8])}
+    got = to_jax(tree, sharding={"a": ROWS, "b": WHOLE})
+    assert [array.sharding for array in got["a"]] == [ROWS, ROWS]
+    assert got["b"]["x"].sharding == WHOLE
+    source = tree["a"][0]
+    kept = to_jax(tree, sharding={"a": [None, None], "b": WHOLE})["a"][0]
+    assert address(kept) == address(source)
+
+
+def test_a_tree_of_shardings_with_other_paths_is_refused():
+    """Arrays without an entry and entries without a leaf are listed in one error, and no others."""
+    tree = {"a": torch.zeros(8), "l": [torch.ones(8), "s"], "td": TensorDict({"x": torch.ones(8)})}
+    wrong = {"a": ROWS, "l": [], "td": {"y": ROWS, "none": None}, "m": {"z": CPUS[0]}}
+    with pytest.raises(ValueError, match="`sharding` does not have the structure") as error:
+        to_jax(tree, sharding=wrong)
+    assert listed(error.value) == {
+        "['l', '0']": "not in `sharding`.",
+        "['td', 'x']": "not in `sharding`.",
+        "['td', 'y']": "in `sharding`, and no leaf of the tree.",
+        "['m', 'z']": "in `sharding`, and no leaf of the tree.",
+    }
+    tree["a"].resize_(1000)  # nothing was exported
+    with pytest.raises(ValueError, match="`sharding` does not") as error:
+        to_jax(TensorDict({"x": torch.ones(8)}), sharding={})
+    assert list(listed(error.value)) == ["['x']"]
+
+
+def test_what_is_no_sharding_is_named():
+    """A PartitionSpec, or the name of a platform, in the tree is named with its path."""
+    wrong: Any = {"a": jax.P("x"), "b": ["cpu", ROWS]}
+    with pytest.raises(ValueError, match=r"jax\.sharding\.Sharding, or a tree") as error:
+        to_jax({"a": torch.ones(8), "b": [torch.ones(8), torch.ones(8)]}, sharding=wrong)
+    assert listed(error.value) == {
+        "['a']": "got P('x',).",
+        "['b', '0']": "got 'cpu'.",
+    }

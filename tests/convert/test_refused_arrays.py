@@ -25,6 +25,12 @@ def deleted() -> jax.Array:
     return array
 
 
+def deleted_key() -> jax.Array:
+    key = jax.random.key(0)
+    key.delete()
+    return key
+
+
 def donated() -> jax.Array:
     array = jnp.ones(4) * 1.0
     jax.jit(lambda x: x + 1.0, donate_argnums=0)(array)
@@ -34,8 +40,7 @@ def donated() -> jax.Array:
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "deleted": (deleted, "an array that was deleted or donated"),
     "donated": (donated, "an array that was deleted or donated"),
-    "key": (lambda: jax.random.key(0), "a typed PRNG key: pass jax.random.key_data(key)"),
-    "keys": (lambda: jax.random.split(jax.random.key(0), 4), "pass jax.random.key_data(key)"),
+    "deleted_key": (deleted_key, "an array that was deleted or donated"),
     "float0": (lambda: np.zeros(4, jax.dtypes.float0), "float0"),
     "object": (lambda: np.array([None, "a"]), "dtype object"),
     "text": (lambda: np.array(["a"]), "dtype <U1"),
@@ -121,8 +126,8 @@ def test_a_tree_that_stands_for_arrays_is_named():
             to_torch(tree)
 
 
-def test_the_advice_for_a_key_helps():
-    """The data of a typed PRNG key crosses and comes back as the same key."""
+def test_the_data_of_a_key_crosses_as_any_array():
+    """What jax.random.key_data gives crosses, and makes the same key again."""
     key = jax.random.key(7)
     data = to_torch(jax.random.key_data(key))
     back = jax.random.wrap_key_data(to_jax(data))

@@ -29,7 +29,7 @@ hostile = ["this:X", "antigravity:X", "xml.dom.minidom:Document", "numpy:testing
            "numpy:f2py.X", "torch:onnx.X", "torch:_inductor.X", "jax:example_libraries.X"]
 before = set(sys.modules)
 for name in hostile:
-    text = json.dumps({"version": 1, "leaves": [], "nodes": [[[], name, [], None, {}]]})
+    text = json.dumps({"version": 1, "leaves": [], "nodes": [[[], name, [], None, {}, []]]})
     try:
         raise AssertionError(Layout.from_json(text))
     except LayoutError:

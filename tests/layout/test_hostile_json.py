@@ -97,13 +97,13 @@ def damaged_nodes() -> dict[str, list[Any]]:
         "no parent of a leaf": [root],
         "the root twice": [root, root, n],
         "another n": [root, n, n],
-        "one that is a leaf": [root, n, [["a"], "TensorDict", [4], None, {}]],
-        "an orphan": [root, n, [["p", "q"], "TensorDict", [4], None, {}]],
-        "too short": [root, n[:4]],
+        "one that is a leaf": [root, n, [["a"], "TensorDict", [4], None, {}, []]],
+        "an orphan": [root, n, [["p", "q"], "TensorDict", [4], None, {}, []]],
+        "too short": [root, n[:5]],
         "too long": [root, [*n, 1]],
         "a path of text": [root, ["n", *n[1:]]],
-        "a constant that is a leaf": [[*root[:4], {"a": 1}], n],
-        "a constant that is a node": [[*root[:4], {"n": 1}], n],
+        "a constant that is a leaf": [[*root[:4], {"a": 1}, []], n],
+        "a constant that is a node": [[*root[:4], {"n": 1}, []], n],
     }
 
 
@@ -152,6 +152,11 @@ VALUES: list[Any] = [
     {"!": "tensor", "dtype": "float32", "shape": [1], "v": "AAAAAAAAAAA="},
     {"!": "tensor", "dtype": "int4", "shape": [1], "v": "AAAAAA=="},
     {"!": "tensor", "dtype": "float32", "shape": [-1], "v": "AAAAAA=="},
+    {"!": "each", "shape": [2], "v": ["a"]},
+    {"!": "each", "shape": [2**40], "v": ["a"]},
+    {"!": "each", "shape": [-1, -1], "v": ["a"]},
+    {"!": "each", "shape": "2", "v": ["a", "b"]},
+    {"!": "each", "shape": [1.0], "v": ["a"]},
 ]
 
 

@@ -114,3 +114,17 @@ def test_gradients_do_not_stop_a_refill():
     consolidate(TensorDict({"x": torch.full((2,), 3.0, requires_grad=True)}), out=out)
     assert out["x"].tolist() == [3, 3]
     assert not out["x"].requires_grad
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_leaves_that_lie_in_the_buffer_itself_are_read_before_they_are_written(count: int):
+    """Leaves that change places, alone or in a run of equal ones, end up where they should."""
+    keys = [f"x{i}" for i in range(count)]
+    c = tdbridge.consolidate(TensorDict({key: torch.full((3,), i) for i, key in enumerate(keys)}))
+    turned = TensorDict({key: c[keys[i - 1]] for i, key in enumerate(keys)})
+    tdbridge.consolidate(turned, out=c)
+    got = [c[key].tolist() for key in keys]
+    assert got == [[(i - 1) % count] * 3 for i in range(count)]
+    flipped = tdbridge.consolidate(TensorDict(x=torch.arange(4).reshape(2, 2)))
+    tdbridge.consolidate(TensorDict(x=flipped["x"].t()), out=flipped)
+    assert flipped["x"].tolist() == [[0, 2], [1, 3]]

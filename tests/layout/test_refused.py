@@ -12,10 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from tensordict import (
+    LazyStackedTensorDict,
     NonTensorData,
-    NonTensorStack,
     TensorDict,
-    TensorDictParams,
     UnbatchedTensor,
     lazy_stack,
 )
@@ -41,9 +40,8 @@ def fake() -> torch.Tensor:
         return torch.zeros(3)
 
 
-def nested(layout: torch.layout) -> torch.Tensor:
-    parts = [torch.zeros(2), torch.zeros(3)]
-    return quiet(lambda: torch.nested.nested_tensor(parts, layout=layout))
+def nested() -> torch.Tensor:
+    return quiet(lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]))
 
 
 def quantized() -> torch.Tensor:
@@ -53,8 +51,7 @@ def quantized() -> torch.Tensor:
 LEAVES: dict[str, tuple[Callable[[], Any], str]] = {
     "coo": (lambda: torch.eye(3).to_sparse(), "layout torch.sparse_coo: call `to_dense()`"),
     "csr": (lambda: quiet(lambda: torch.eye(3).to_sparse_csr()), "layout torch.sparse_csr"),
-    "strided nested": (lambda: nested(torch.strided), "nested tensor"),
-    "jagged nested": (lambda: nested(torch.jagged), "NestedTensor"),
+    "strided nested": (nested, "nested tensor"),
     "quantized": (quantized, "quantized tensor: call `dequantize()`"),
     "meta": (lambda: torch.zeros(3, device="meta"), "on the meta device, which holds no values"),
     "fake": (fake, "a FakeTensor, which holds no values"),
@@ -117,36 +114,36 @@ def test_an_unbatched_tensor_is_refused():
         consolidate(td)
 
 
-def params() -> TensorDictParams:
-    return TensorDictParams(TensorDict({"w": torch.zeros(3)}))
+class Rows(LazyStackedTensorDict):
+    """A stack of another kind, which may know more than its members."""
 
 
-NODES: dict[str, Callable[[], Any]] = {
-    "LazyStackedTensorDict": lambda: lazy_stack([zoo.no_batch(), zoo.no_batch()]),
-    "TensorDictParams": params,
-    "_SubTensorDict": lambda: zoo.flat()._get_sub_tensordict(0),
+NODES: dict[str, tuple[Callable[[], Any], str]] = {
+    "_SubTensorDict": (
+        lambda: zoo.flat()._get_sub_tensordict(0),
+        "a _SubTensorDict, which is not carried as a tree: call `.contiguous()`",
+    ),
+    "Rows": (
+        lambda: Rows(zoo.no_batch(), zoo.no_batch()),
+        "a Rows, a stack of another kind: call `.contiguous()` first",
+    ),
+    "Step": (
+        lambda: lazy_stack([zoo.tensorclass(), zoo.tensorclass()]),
+        "a lazy stack of a tensorclass: call `.contiguous()` first",
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", NODES)
 def test_a_node_of_another_kind_is_refused(kind):
     """The error names where it is and what it is; its advice works."""
-    tree = TensorDict({"n": {"bad": NODES[kind]()}})
-    message = rf"got a {kind}, which is not carried as a tree: call `.contiguous\(\)`"
-    with pytest.raises(LeafTypeError, match=rf"^\['n', 'bad'\]: {message}"):
+    make, message = NODES[kind]
+    tree = TensorDict({"n": {"bad": make()}})
+    with pytest.raises(LeafTypeError, match=rf"^\['n', 'bad'\]: got {re.escape(message)}"):
         consolidate(tree)
-    with pytest.raises(LeafTypeError, match="^" + message):
-        consolidate(NODES[kind]())
-    assert consolidate(NODES[kind]().contiguous()).is_consolidated()
-    assert consolidate(NODES[kind]().to_tensordict()).is_consolidated()
-
-
-def test_one_value_per_element_is_refused():
-    """A stack of non-tensor values raises under its whole path."""
-    td = TensorDict({"n": {"x": torch.zeros(2)}}, [2])
-    td["n", "bad"] = NonTensorStack("a", "b")
-    with pytest.raises(LeafTypeError, match=re.escape("['n', 'bad']: got a NonTensorStack")):
-        consolidate(td)
+    with pytest.raises(LeafTypeError, match=f"^got {re.escape(message)}"):
+        consolidate(make())
+    assert consolidate(make().contiguous()).is_consolidated()
 
 
 def test_a_bare_non_tensor_is_refused():

@@ -157,7 +157,7 @@ def test_json_is_plain_data_without_offsets():
     """The text is JSON of paths, dtypes, shapes and nodes; the places are arithmetic."""
     data = json.loads(layout_of(zoo.flat()).to_json())
     assert data["leaves"] == [[["b"], "float32", [4, 3]], [["a"], "int32", [4]]]
-    assert data["nodes"] == [[[], "TensorDict", [4], None, {}]]
+    assert data["nodes"] == [[[], "TensorDict", [4], None, {}, []]]
 
 
 def test_a_value_without_a_json_form_is_named():

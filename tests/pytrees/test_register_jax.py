@@ -224,13 +224,6 @@ def test_such_an_array_has_to_start_with_the_batch_size(value):
             convert(td)
 
 
-def test_one_value_per_batch_element_is_refused_by_name():
-    """A NonTensorStack cannot be part of a definition that outlives indexing: the error says so."""
-    td = torch.stack([TensorDict({"s": "a"}), TensorDict({"s": "b"})])
-    with pytest.raises(tdbridge.LeafTypeError, match=r"\['s'\]: got a NonTensorStack.*one value"):
-        jax.tree.leaves(td)
-
-
 @each_kind
 def test_key_paths_read_as_the_user_wrote_the_keys(make):
     """Paths in JAX's errors are `['next']['reward']`."""

@@ -1,0 +1,63 @@
+"""Dataclasses that JAX takes for leaves: nodes of those of their fields that hold what crosses."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from jax.tree_util import GetAttrKey
+from tensordict import is_tensor_collection
+
+from tdbridge.layout.tree import is_node
+
+
+def is_record(kind: type) -> bool:
+    """Whether `kind`, of a leaf, is a dataclass, and no container of its fields besides."""
+    other = is_tensor_collection(kind) or issubclass(kind, _NO_RECORDS)
+    return is_dataclass(kind) and not other
+
+
+_NO_RECORDS = (torch.Tensor, torch.nn.Module, dict, list)
+
+
+def opened(tree: Any, inside: tuple[Any, ...] = ()) -> Any:
+    """`tree`, where dataclasses that JAX takes for leaves are nodes, if they hold what crosses."""
+
+    def open_one(leaf: Any) -> Any:
+        if not is_record(type(leaf)) or any(leaf is outer for outer in inside):
+            return leaf
+        found = {f.name: getattr(leaf, f.name) for f in fields(leaf) if hasattr(leaf, f.name)}
+        found = {name: opened(value, (*inside, leaf)) for name, value in found.items()}
+        held = {name: value for name, value in found.items() if _holds_arrays(value)}
+        return _Record(leaf, held) if held else leaf
+
+    return jax.tree_util.tree_map(open_one, tree, is_leaf=is_node)
+
+
+def _holds_arrays(tree: Any) -> bool:
+    return any(
+        isinstance(leaf, (torch.Tensor, np.ndarray, jax.Array)) or is_node(leaf)
+        for leaf in jax.tree_util.tree_leaves(tree, is_leaf=is_node)
+    )
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class _Record:
+    """A dataclass as a node of those of its fields that hold what crosses."""
+
+    def __init__(self, source: Any, held: dict[str, Any]) -> None:
+        self.source, self.held = source, held
+
+    def tree_flatten_with_keys(self) -> tuple[Any, "_Record"]:
+        return [(GetAttrKey(name), value) for name, value in self.held.items()], self
+
+    @classmethod
+    def tree_unflatten(cls, record: "_Record", values: Sequence[Any]) -> Any:
+        """A shallow copy of the dataclass with other values in these fields: no construction."""
+        new = copy.copy(record.source)
+        for name, value in zip(record.held, values, strict=True):
+            object.__setattr__(new, name, value)  # it may be frozen
+        return new

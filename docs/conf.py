@@ -28,7 +28,8 @@ nitpick_ignore_regex = [
     (r"py:.*", rf"({package})(\..*)?")
     for package in ("torch", "jax", "jaxlib", "tensordict", "optree", "orbax", "numpy", "ml_dtypes")
 ] + [
-    (r"py:.*", rf"({module})\..*") for module in ("collections", "os", "pathlib", "typing", "types")
+    (r"py:.*", rf"({module})\..*")
+    for module in ("collections", "contextlib", "os", "pathlib", "typing", "types")
 ]
 
 # Internal, but named in the signature of a public class.

@@ -7,12 +7,18 @@ loses one of the two leaves silently; here that is an error before any file is w
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tensordict import LazyStackedTensorDict, NonTensorData, is_non_tensor, is_tensor_collection
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    UnbatchedTensor,
+    is_non_tensor,
+    is_tensor_collection,
+)
 
 from tdbridge.checkpoint.leaves import is_array, is_scalar
 from tdbridge.checkpoint.sidecar import Node, Path
 from tdbridge.errors import CheckpointError
-from tdbridge.layout.classes import class_name
+from tdbridge.layout.classes import class_name, stands_apart
 from tdbridge.pytrees.arraydict import ArrayDict
 from tdbridge.pytrees.packed import PackedArrayDict
 
@@ -81,6 +87,7 @@ def _items(value: Any, path: Path) -> list[tuple[str, Any]]:
     if isinstance(value, LazyStackedTensorDict):
         value = _dense(value, path)
     items = list(value.items())
+    _refuse_kinds(value, items, path)
     if isinstance(value, ArrayDict):
         items = [(key, _array_entry(child, (*path, key))) for key, child in items]
     for key, _ in items:
@@ -90,6 +97,22 @@ def _items(value: Any, path: Path) -> list[tuple[str, Any]]:
                 "back as a string. Use string keys."
             )
     return items
+
+
+def _refuse_kinds(value: Any, items: list[tuple[Any, Any]], path: Path) -> None:
+    """Refuses what would come back as a TensorDict of another batch size, or not at all."""
+    if isinstance(value, ArrayDict) and stands_apart(value.tensorclass):
+        raise CheckpointError(
+            f"{show(path)}: got a {value.tensorclass.__name__}, whose class a checkpoint cannot "
+            "hold. Save its parts under one key each."
+        )
+    apart = value._definition.unbatched if isinstance(value, ArrayDict) else ()
+    for key, child in items:
+        if isinstance(child, UnbatchedTensor) or (key in apart and is_array(child)):
+            raise CheckpointError(
+                f"{show((*path, key))}: got a leaf that is not batched, which a checkpoint cannot "
+                "hold in a tree of a batch size. Save it beside the tree."
+            )
 
 
 def _array_entry(child: Any, path: Path) -> Any:

@@ -80,6 +80,8 @@ def debug_aliasing(enabled: bool = True) -> AbstractContextManager[None]:
           ['x']: it was written in place.
         ...
     """
+    if not isinstance(enabled, bool):
+        raise ValueError(f"enabled is True or False, got {enabled!r}.")
     return Switch(enabled)
 
 
@@ -119,8 +121,9 @@ def written_since(tree: Any) -> dict[Path, str]:
         if not any(records):
             raise AliasingError(
                 "no leaf of this tree was recorded. Convert it inside `with tdbridge."
-                "debug_aliasing():`, and pass the tree itself, not a view or a clone. Leaves that "
-                "were copied share no memory; see tdbridge.explain."
+                "debug_aliasing():`, and pass the tree itself, not a view or a clone; of a packed "
+                "conversion, the packed tree. Leaves that were copied share no memory; see "
+                "tdbridge.explain."
             )
         faults = [record and record.fault(counted=False) for record in records]
     return {path: why for path, why in zip(parts.paths(), faults, strict=True) if why}

@@ -35,9 +35,8 @@ class _Writer:
         self.leaf = WeakIdRef(leaf)
         self.memory = tensor_over(leaf)
         self._counter = leaf.detach()
-        self._version = version_of(
-            leaf
-        )  # a detached inference tensor has a counter, which is always 0
+        # Not of the detached one: an inference tensor has no counter, but that has one, always 0.
+        self._version = version_of(leaf)
 
     def moved_from(self, address: int) -> str | None:
         if self.memory.data_ptr() != address:

@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jax.sharding import SingleDeviceSharding
 
 from tdbridge._compat.jax import dlpack_sources, dtypes_of, put, shardings_of, uncommitted
-from tdbridge._compat.torch import import_all
+from tdbridge._compat.torch import all_of_plain_type, import_all
 from tdbridge.convert.sharing import CARRIED, CARRIED_NUMPY, narrowed_dtype, why_numpy_copied
 from tdbridge.layout.dtypes import TABLE, dtype_of
 from tdbridge.layout.spec import ALIGNMENT
@@ -43,7 +43,7 @@ def arrays_at_once(leaves: Sequence[Any]) -> list[jax.Array] | None:
     address and none of them empty, of dtypes that JAX keeps. None says nothing of the single leaf:
     ask `sharing` of each.
     """
-    if not {*map(type, leaves)} <= _PLAIN_TYPES:
+    if not all_of_plain_type(leaves):
         return None
     dtypes = {*map(_dtype, leaves)}
     if not dtypes <= CARRIED or any(map(narrowed_dtype, dtypes)):
@@ -66,7 +66,6 @@ def arrays_at_once(leaves: Sequence[Any]) -> list[jax.Array] | None:
     return put(views, jax.local_devices(backend="cpu")[0])
 
 
-_PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}
 _dtype, _is_cpu = attrgetter("dtype"), attrgetter("is_cpu")
 
 

@@ -61,20 +61,19 @@ def take_apart(tree: Any, is_tree: Callable[[Any], bool] = is_node) -> Parts:
     return _take_apart_pytree(tree, is_tree)
 
 
-def _take_apart_pytree(tree: Any, is_node: Callable[[Any], bool]) -> Parts:
-    outer, treedef = jax.tree_util.tree_flatten(tree, is_leaf=is_node)
+def _take_apart_pytree(tree: Any, is_tree: Callable[[Any], bool]) -> Parts:
+    outer, treedef = jax.tree_util.tree_flatten(tree, is_leaf=is_tree)
     if any(map(is_record, {*map(type, outer)})):
         tree = opened(tree)
-        outer, treedef = jax.tree_util.tree_flatten(tree, is_leaf=is_node)
+        outer, treedef = jax.tree_util.tree_flatten(tree, is_leaf=is_tree)
 
     def roots() -> list[Path]:
-        keyed, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_node)
-        return [tuple(key_str(key) for key in key_path) for key_path, _ in keyed]
+        return [path for path, _ in with_paths(tree, is_tree)]
 
     try:
-        nodes = [tree_of(value) if is_node(value) else None for value in outer]
+        nodes = [tree_of(value) if is_tree(value) else None for value in outer]
     except LeafTypeError:  # again, to name the path
-        nodes = [tree_of(v, p) if is_node(v) else None for v, p in zip(outer, roots(), strict=True)]
+        nodes = [tree_of(v, p) if is_tree(v) else None for v, p in zip(outer, roots(), strict=True)]
     groups = [[v] if n is None else leaves_of(n) for v, n in zip(outer, nodes, strict=True)]
     leaves = [leaf for group in groups for leaf in group]
     starts = accumulate(map(len, groups), initial=0)
@@ -104,6 +103,7 @@ def replace_some(
     parts: Parts,
     crosses: Callable[[type, bool], bool],
     convert: Callable[[list[Any], Callable[[], list[Path]]], Sequence[Any]],
+    target: Callable[[Path], Any] | None = None,
 ) -> Sequence[Any]:
     """The leaves, those that cross converted, all of them in one call.
 
@@ -113,11 +113,16 @@ def replace_some(
         parts: the tree.
         crosses: whether a leaf crosses, from its type and from whether it is loose.
         convert: from the leaves that cross, and a function that gives their paths.
+        target: what the leaf at a path becomes; one object that becomes two things is two leaves.
     """
     leaves = parts.leaves
     at = crossing(parts, crosses)
     own = leaves if len(at) == len(leaves) else [leaves[i] for i in at]
-    places = tied(list(map(id, own)))
+    keys: list[Any] = list(map(id, own))
+    if target is not None and len({*keys}) < len(keys):
+        every = parts.paths()
+        keys = [(key, target(every[i])) for key, i in zip(keys, at, strict=True)]
+    places = tied(keys)
     if places is None and own is leaves:
         return convert(leaves, parts.paths)
     groups = [[i] for i in at] if places is None else [[at[i] for i in same] for same in places]
@@ -175,7 +180,13 @@ def refuse_paths(name: str, missing: Iterable[Path], extra: Iterable[Path]) -> N
         raise LayoutError(f"`{name}` does not have the structure of the tree:\n{text}")
 
 
-def key_str(key: Any) -> str:
+def with_paths(tree: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[Path, Any]]:
+    """The leaves of a pytree, each with its path; what `is_leaf` says is one of them."""
+    found, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    return [(tuple(map(_key_str, keys)), leaf) for keys, leaf in found]
+
+
+def _key_str(key: Any) -> str:
     """The bare name in a JAX key path entry: dict key, index or attribute."""
     for attribute in ("key", "idx", "name"):
         if hasattr(key, attribute):

@@ -38,7 +38,9 @@ def dtype_like(leaf: Any) -> torch.dtype:
         LeafTypeError: it has none.
     """
     if not hasattr(leaf, "dtype"):
-        raise LeafTypeError(f"a {type(leaf).__name__}, which has no dtype")
+        raise LeafTypeError(
+            f"a {type(leaf).__name__}, which has no dtype: pass a tensor or an array"
+        )
     try:
         return dtype_of(leaf.dtype).in_torch
     except LeafTypeError:

@@ -6,8 +6,10 @@ from typing import Any
 import jax
 import torch
 
-from tdbridge.convert.leaves import is_unpacked
-from tdbridge.errors import CopyError, TdbridgeError
+from tdbridge.convert.leaves import is_unpacked, with_paths
+from tdbridge.convert.records import opened
+from tdbridge.convert.sharing import refuse_copies
+from tdbridge.errors import TdbridgeError
 from tdbridge.layout.buffer import consolidate, placement_for
 from tdbridge.layout.placement import Placement
 from tdbridge.layout.spec import Path
@@ -34,40 +36,39 @@ def pack_tree(
         if not is_unpacked(node):
             return node
         if isinstance(node, ArrayDict):
-            return _pack_arrays(node, copy, on_leaves)
-        placement = _placement(node, copy)
+            return on_leaves(node).pack()
+        placement = _placement(node)
         arrays = convert(
             placement.segments, lambda: [(s.dtype,) for s in placement.layout.segments]
         )
         return packed(placement.whole, arrays)
 
-    if is_unpacked(tree):
-        return _with_paths(pack, tree, on_leaves)
-    new = _with_paths(lambda t: jax.tree.map(pack, t, is_leaf=is_unpacked), tree, on_leaves)
-    return on_leaves(new)
-
-
-def _with_paths(pack: Callable[[Any], Any], tree: Any, on_leaves: Callable[[Any], Any]) -> Any:
-    """`pack(tree)`; where that raises and `on_leaves` does, its error, which names each leaf."""
+    whole = is_unpacked(tree)
     try:
-        return pack(tree)
+        found = tree if whole else opened(tree)
+        if copy is False:
+            _refuse_copies(found)
+        new = jax.tree.map(pack, found, is_leaf=is_unpacked)
     except TdbridgeError:
-        on_leaves(tree)
+        on_leaves(tree)  # if that raises too, its error names each leaf
         raise
+    return new if whole else on_leaves(new)
 
 
-def _pack_arrays(tree: ArrayDict, copy: bool | None, on_leaves: Callable[[Any], Any]) -> Any:
-    if copy is False:
-        raise CopyError("copy=False, but packing an ArrayDict copies it: pass it packed.")
-    return on_leaves(tree).pack()
+def _refuse_copies(tree: Any) -> None:
+    pairs = with_paths(tree, is_unpacked)
+    reasons = [_why_copied(node) if is_unpacked(node) else None for _, node in pairs]
+    refuse_copies(lambda: [path for path, _ in pairs], reasons, "Or use copy=None.")
 
 
-def _placement(td: Any, copy: bool | None) -> Placement:
+def _why_copied(tree: Any) -> str | None:
+    if isinstance(tree, ArrayDict):
+        return "packing an ArrayDict copies it: pass it packed"
+    if placement_for(tree) is None:
+        return "it is not consolidated: pack tdbridge.consolidate(td)"
+    return None
+
+
+def _placement(td: Any) -> Placement:
     placement = placement_for(td)
-    if placement is not None:
-        return placement
-    if copy is False:
-        raise CopyError(
-            "copy=False, but the tree is not consolidated: pack tdbridge.consolidate(td)."
-        )
-    return _placement(consolidate(td), False)
+    return _placement(consolidate(td)) if placement is None else placement

@@ -6,9 +6,11 @@ from typing import Any
 import jax
 import numpy as np
 import torch
+from jax.core import Tracer
 from jax.sharding import Sharding
 
-from tdbridge.convert.leaves import Parts, key_str, refuse_paths
+from tdbridge._compat.jax import wait
+from tdbridge.convert.leaves import Parts, refuse_paths, with_paths
 from tdbridge.layout.spec import Path, path_str
 from tdbridge.layout.tree import is_node, tree_of, walk_nodes
 
@@ -69,11 +71,7 @@ def _entry_above(path: Path, entries: dict[Path, Any]) -> Path | None:
 
 def _entries(tree: Any) -> Iterator[tuple[Path, Any]]:
     """What a tree of shardings holds, by path, None included."""
-    found, _ = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda value: _is_place(value) or is_node(value)
-    )
-    for keys, value in found:
-        path = tuple(map(key_str, keys))
+    for path, value in with_paths(tree, lambda value: _is_place(value) or is_node(value)):
         if not is_node(value):
             yield path, value
             continue
@@ -96,18 +94,23 @@ def _check_entries(entries: dict[Path, Any]) -> None:
     ]
     if wrong:
         text = "\n".join(wrong)
-        raise ValueError(f"sharding is a jax.sharding.Sharding, or a tree of them:\n{text}")
+        raise ValueError(
+            "expected a jax.Device or a jax.sharding.Sharding, or a tree of them; of a "
+            f"PartitionSpec, make a NamedSharding(mesh, spec):\n{text}"
+        )
 
 
 def placed(leaves: Sequence[Any], places: Places) -> Sequence[Any]:
     """The leaves, those that have a place moved there and committed to it, in one call.
 
-    Leaves that are one object and go to one place stay one.
+    Leaves that are one object and go to one place stay one. Waits until they are there: a transfer
+    reads the memory of a tensor, which may be written as soon as the conversion is done.
     """
     pairs = {(id(leaf), place): leaf for leaf, place in zip(leaves, places, strict=False)}
     pairs = {key: leaf for key, leaf in pairs.items() if key[1] is not None}
     if not pairs:
         return leaves
     arrays = jax.device_put(list(pairs.values()), [place for _, place in pairs])
+    wait([array for array in arrays if not isinstance(array, Tracer)])
     found = dict(zip(pairs, arrays, strict=True))
     return [found.get((id(leaf), place), leaf) for leaf, place in zip(leaves, places, strict=True)]

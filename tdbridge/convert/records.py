@@ -3,6 +3,8 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
+from functools import cached_property
+from inspect import getmembers_static
 from typing import Any
 
 import jax
@@ -60,4 +62,7 @@ class _Record:
         new = copy.copy(record.source)
         for name, value in zip(record.held, values, strict=True):
             object.__setattr__(new, name, value)  # it may be frozen
+        for name, member in getmembers_static(type(new)):
+            if isinstance(member, cached_property):  # computed from the old values
+                vars(new).pop(name, None)
         return new

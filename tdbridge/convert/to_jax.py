@@ -102,7 +102,7 @@ def to_jax(
         >>> ad["x"].unsafe_buffer_pointer() == td["x"].data_ptr(), ad["label"].dtype
         (True, dtype('int32'))
     """
-    _check_arguments(copy, device, sharding, narrow)
+    _check_arguments(copy, device, sharding, narrow, packed)
 
     def convert(leaves: Sequence[Any], paths: Paths) -> Sequence[jax.Array]:
         return _convert(leaves, paths, copy, narrow)
@@ -149,13 +149,15 @@ def crosses_to_jax(kind: type, _loose: bool) -> bool:
     return issubclass(kind, (torch.Tensor, np.ndarray))
 
 
-def _check_arguments(copy: Any, device: Any, sharding: Any, narrow: str) -> None:
+def _check_arguments(copy: Any, device: Any, sharding: Any, narrow: str, packed: Any) -> None:
     if copy is not None and not isinstance(copy, bool):
         raise ValueError(f"copy is None, True or False, got {copy!r}.")
     if device is not None and sharding is not None:
         raise ValueError("pass `device` or `sharding`, not both.")
     if narrow not in ("exact", "allow", "never"):
         raise ValueError(f'narrow is "exact", "allow" or "never", got {narrow!r}.')
+    if not isinstance(packed, bool):
+        raise ValueError(f"packed is True or False, got {packed!r}.")
     if copy is False and (device is not None or sharding is not None):
         raise ValueError(
             "copy=False shares memory where it is: it goes with no device or sharding."

@@ -1,6 +1,7 @@
 """JAX -> torch."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -20,6 +21,8 @@ from tdbridge.convert.sharing import (
     why_not_to_torch,
     why_numpy_copied,
 )
+from tdbridge.errors import LeafTypeError
+from tdbridge.layout.spec import Path
 from tdbridge.layout.tree import rebuild
 from tdbridge.pytrees.prng import PRNGKey, impl_of, is_key
 
@@ -79,7 +82,11 @@ def to_torch(tree: Any, *, copy: bool | None = None, device: Any = None, like: A
         tensors = _convert(leaves, paths, copy, targets)
         return tensors if device is None else [tensor.to(device) for tensor in tensors]
 
-    new = replace_some(parts, crosses_to_torch, convert)
+    def target(path: Path) -> Any:
+        with suppress(LeafTypeError):  # `why_not_like` says it
+            return dtype_like(wanted[path])
+
+    new = replace_some(parts, crosses_to_torch, convert, target if wanted else None)
     if Switch.on:
         follow(parts.paths, parts.leaves, new)
     return parts.put_together(new, rebuild)

@@ -213,28 +213,22 @@ def _refill(out: Any, tree: Node) -> Any:
         leaves, plan = _planned(tree)  # raises for what is wrong with the tree itself
         if placement is None:
             kind = type(out).__name__
-            raise LayoutError(f"`out`, a {kind}, is no result of tdbridge.consolidate.")
+            raise LayoutError(
+                f"`out`, a {kind}, is no result of tdbridge.consolidate, or was unlocked or given "
+                "other tensors since: make a new one."
+            )
         if placement.layout != plan.layout or placement.constants != constants_of(tree):
             differ = first_difference(placement.whole, full_layout(tree))
             raise LayoutError(f"`out` has another layout: {differ}.")
-        fill(
-            plan.layout, placement.storage, placement.leaves, _apart(placement, plan.placed(leaves))
-        )
+        own = _outside(placement.storage, plan.placed(leaves))
+        fill(plan.layout, placement.storage, placement.leaves, own)
     return out
 
 
-def _apart(placement: Placement, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """The leaves, those that lie where another one will be written copied first."""
-    base, size = placement.storage.data_ptr(), placement.storage.numel()
-    pairs = zip(placement.leaves, leaves, strict=True)
-    return [
-        new.clone() if base <= new.data_ptr() < base + size and not _same_place(new, old) else new
-        for old, new in pairs
-    ]
-
-
-def _same_place(new: Tensor, old: Tensor) -> bool:
-    return new.data_ptr() == old.data_ptr() and new.stride() == old.stride()
+def _outside(storage: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The leaves, those in the buffer copied: one would be overwritten before it is read."""
+    inside = range(start := storage.data_ptr(), start + storage.numel())
+    return [leaf.clone() if leaf.data_ptr() in inside else leaf for leaf in leaves]
 
 
 def _refilled_at_once(placement: Placement, tree: Node) -> bool:
@@ -243,7 +237,7 @@ def _refilled_at_once(placement: Placement, tree: Node) -> bool:
     if plan.skeleton != skeleton_of(tree) or placement.constants != constants_of(tree):
         return False
     leaves = plan.placed(leaves_of(tree))
-    return fill_if_plain(plan.layout, placement.storage, placement.leaves, leaves)
+    return fill_if_plain(plan.layout, placement.storage, leaves)
 
 
 def placement_for(td: Any) -> Placement | None:

@@ -59,15 +59,12 @@ def fill(
     copy_all(views[at:], leaves[at:])
 
 
-def fill_if_plain(
-    layout: Layout, storage: Tensor, views: Sequence[Tensor], leaves: Sequence[Any]
-) -> bool:
+def fill_if_plain(layout: Layout, storage: Tensor, leaves: Sequence[Any]) -> bool:
     """Does what `fill` does, if that can be judged by the stacks, and not leaf by leaf.
 
     Args:
         layout: the layout of the buffer.
         storage: the buffer.
-        views: the places of the leaves in it.
         leaves: anything at all.
 
     Returns:

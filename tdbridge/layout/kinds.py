@@ -116,10 +116,12 @@ def check_whole(cls: type, children: Sequence[str], constants: Iterable[str]) ->
         return
     missing = sorted(_NEEDED[cls] - {*children, *constants})
     strange = [key for key in children if cls is LazyStackedTensorDict and not key.isdecimal()]
-    if missing or strange:
+    faults = [f"without {missing}"] if missing else []
+    faults += [f"with {strange}"] if strange else []
+    if faults:
         raise LeafTypeError(
-            f"got a {cls.__name__} without {missing} or with {strange}, which none can be made of: "
-            "change its parts, and keep its own entries."
+            f"got a {cls.__name__} {' and '.join(faults)}, of which none can be made: change its "
+            "parts, and keep its own entries."
         )
 
 

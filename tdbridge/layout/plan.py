@@ -85,6 +85,7 @@ _FIXED = {type(None), bool, int, float, str, bytes}
 def _with_constants(
     layout: Layout, constants: tuple[tuple[Path, Any], ...], _values: tuple[int, ...]
 ) -> Layout:
+    """Cached by the constants, and by `_values` too, the identities of those that may change."""
     found = dict(constants)
     nodes = [replace(node, constants=found.get(node.path, ())) for node in layout.nodes]
     return Layout(layout.leaves, tuple(nodes))

@@ -80,7 +80,7 @@ def node_of(tree: Any) -> Node:
 
 def is_node(value: Any) -> bool:
     """Whether `value` is a tree of ours rather than a leaf."""
-    if is_tensor_collection(value):
+    if is_tensor_collection(type(value)):  # not of a class itself, which is a leaf
         return not is_non_tensor(value)
     return node_of.dispatch(type(value)) is not _NO_NODE
 
@@ -118,6 +118,7 @@ def _tensordict_node(td: Any) -> Node:
                 constants.append((key, Constant(data)))
                 del entries[key]
         constants.sort(key=lambda item: item[0])
+        unbatched += _stand_for_unbatched(inner, entries)
     return Node(
         source=td,
         cls=type(td),
@@ -129,6 +130,16 @@ def _tensordict_node(td: Any) -> Node:
         nested=tuple(nested),
         unbatched=frozenset(unbatched),
     )
+
+
+def _stand_for_unbatched(inner: Any, entries: dict[str, Any]) -> list[str]:
+    """The keys of the leaves that a pytree registry put in the place of unbatched tensors.
+
+    `pytrees.register` leaves a tree of other leaves with what it was made from.
+    """
+    definition, _, was, *_ = getattr(inner, "_made_from", None) or (None, None, {})
+    keys = definition.unbatched if definition is not None else ()
+    return [key for key in keys if key in entries and entries[key] is was.get(key)]
 
 
 def _value(key: str, entry: Any) -> Any:
@@ -217,7 +228,9 @@ def walk_nodes(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
         yield from walk_nodes(child, (*path, key))
 
 
-def rebuild(node: Node, leaves: Iterator[Any], device: torch.device | None = None) -> Any:
+def rebuild(
+    node: Node, leaves: Iterator[Any], device: torch.device | None = None, path: Path = ()
+) -> Any:
     """The same tree, as TensorDicts, over other leaves.
 
     Args:
@@ -225,18 +238,29 @@ def rebuild(node: Node, leaves: Iterator[Any], device: torch.device | None = Non
         leaves: one per leaf of `node`, in the order of `leaves_of`.
         device: the device of the new leaves, for each node that had a device; the old one when
             it is not given.
+        path: where the node is.
+
+    Raises:
+        LeafTypeError: the leaves do not fit together any more; the error names the place.
     """
     entries = dict(zip(node.keys, islice(leaves, len(node.keys)), strict=True))
-    old_device = getattr(node.source, "device", None)
+    # Asking an ArrayDict for it costs as much as ten leaves do.
+    old_device = node.source.device if is_tensor_collection(node.source) else None
     own_device = old_device and (device or old_device)
     if node.nested or node.constants or node.unbatched:
         for key, child in node.nested:
-            entries[key] = rebuild(child, leaves, device)
-        if (build := BUILDERS.get(node.cls)) is not None:
-            return build(entries | {key: constant.value for key, constant in node.constants})
+            entries[key] = rebuild(child, leaves, device, (*path, key))
+        if node.cls in BUILDERS:
+            values = {key: constant.value for key, constant in node.constants}
+            return _built(node.cls, entries | values, path)
         for key, constant in node.constants:
             entries[key] = entry_of(constant.value, node.batch_size, own_device)
         for key in node.unbatched:
+            if not isinstance(entries[key], torch.Tensor):
+                raise LeafTypeError(
+                    f"{path_str((*path, key))}: got a {type(entries[key]).__name__} in the place "
+                    "of an unbatched tensor: keep it outside of the batch."
+                )
             entries[key] = UnbatchedTensor(entries[key], batch_size=node.batch_size)
         entries = {key: entries[key] for key in list(node.source.keys())}
     return compat.new_tensordict(
@@ -246,3 +270,14 @@ def rebuild(node: Node, leaves: Iterator[Any], device: torch.device | None = Non
         names=node.names,
         device=own_device,
     )
+
+
+def _built(cls: type, entries: dict[str, Any], path: Path) -> Any:
+    try:
+        return BUILDERS[cls](entries)
+    except Exception as error:  # whatever torch has to say of parts that do not fit together
+        where = f"{path_str(path)}: " if path else ""
+        raise LeafTypeError(
+            f"{where}got parts that make no {cls.__name__} ({error}). A stack or a "
+            "batch of them has to be taken apart first."
+        ) from error

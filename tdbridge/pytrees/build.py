@@ -42,7 +42,7 @@ def _given(source: Any, like: NodeDef, path: Path) -> Mapping[Any, Any]:
 
 
 def _refuse_torch(value: Any, path: Path) -> None:
-    if isinstance(value, torch.Tensor) or is_tensor_collection(value):
+    if isinstance(value, torch.Tensor) or is_tensor_collection(type(value)):
         where = f"{path_str(path)}: " if path else ""
         kind = f"{type(value).__module__}.{type(value).__name__}"
         raise LeafTypeError(f"{where}got a {kind}. Convert it with tdbridge.to_jax first.")

@@ -12,17 +12,15 @@ from jax.sharding import SingleDeviceSharding
 from tdbridge.errors import LeafTypeError, NarrowingError
 from tdbridge.layout.dtypes import dtype_of
 from tdbridge.layout.spec import ALIGNMENT, Layout, Path, path_str
+from tdbridge.pytrees.prng import is_key
 from tdbridge.pytrees.segments import put_as_they_are
 
 
-def joined(layout: Layout, leaves: Sequence[Any], paths: Sequence[Path]) -> list[Any]:
+def joined(layout: Layout, leaves: Sequence[Any]) -> list[Any]:
     """The segments of a layout over copies of its leaves, in the order of the layout.
 
-    Raises:
-        LeafTypeError: leaves are no arrays, deleted, or not on one device.
-        NarrowingError: numpy leaves of 64 bits would be narrowed by JAX.
+    `check_joined` has seen that they can be joined.
     """
-    _check_leaves(leaves, paths)
     devices = {leaf.device for leaf in leaves if _has_device(leaf)}
     placed = list(zip(layout.leaves, leaves, strict=True))
     groups = [
@@ -37,7 +35,13 @@ def joined(layout: Layout, leaves: Sequence[Any], paths: Sequence[Path]) -> list
     return put_as_they_are([_copied(segment, own) for segment, own in groups], device, committed)
 
 
-def _check_leaves(leaves: Sequence[Any], paths: Sequence[Path]) -> None:
+def check_joined(leaves: Sequence[Any], paths: Sequence[Path]) -> None:
+    """Checks that leaves can be joined.
+
+    Raises:
+        LeafTypeError: leaves are no arrays, PRNG keys, deleted, or not on one device.
+        NarrowingError: numpy leaves of 64 bits would be narrowed by JAX.
+    """
     reasons = list(map(_why_not_joined, leaves))
     if not any(reasons):
         devices = [leaf.device if _has_device(leaf) else None for leaf in leaves]
@@ -69,6 +73,11 @@ def _why_narrowed(leaf: Any) -> str | None:
     return f"a numpy array of {leaf.dtype}"
 
 
+def is_deleted(leaf: Any) -> bool:
+    """Whether a leaf is a jax array whose memory is gone."""
+    return _has_device(leaf) and leaf.is_deleted()
+
+
 def _has_device(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
 
@@ -76,10 +85,15 @@ def _has_device(leaf: Any) -> bool:
 def _why_not_joined(leaf: Any) -> str | None:
     if isinstance(leaf, np.ma.MaskedArray):
         return "a MaskedArray, whose mask would be lost: call `filled(...)`"
-    if _has_device(leaf) and leaf.is_deleted():
+    if is_deleted(leaf):
         return "an array that was deleted or donated"
     if _has_device(leaf) and not isinstance(leaf.sharding, SingleDeviceSharding):
-        return "an array over several devices, which a packed tree cannot keep apart: keep it out"
+        return (
+            "an array over a mesh, which a packed tree cannot keep: put it on one device, or keep "
+            "it out"
+        )
+    if is_key(leaf):
+        return "PRNG keys, which cannot be packed: keep them beside the packed tree"
     if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
         return None
     return f"a {type(leaf).__name__}, which holds no values"

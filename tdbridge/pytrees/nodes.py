@@ -1,7 +1,7 @@
 """ArrayDict as a node of a tree: flattened, described, and built from a description."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -11,6 +11,7 @@ from tdbridge.errors import LeafTypeError
 from tdbridge.layout.constants import Constant
 from tdbridge.layout.kinds import check_whole
 from tdbridge.layout.non_tensors import PerElement
+from tdbridge.layout.spec import Path, path_str
 from tdbridge.layout.tree import Node, node_of
 from tdbridge.pytrees.arraydict import ArrayDict, from_children, resize
 from tdbridge.pytrees.prng import PRNGKey, wrap_key
@@ -23,17 +24,20 @@ def flatten_arraydict(tree: ArrayDict) -> tuple[tuple[Any, ...], NodeDef]:
     return tuple(sized_followers(definition, tree._children, (), resize)), definition
 
 
-def arraydict_of(node: Node, leaves: Iterator[Any]) -> Any:
+def arraydict_of(node: Node, leaves: Iterator[Any], path: Path = ()) -> Any:
     """The tree that `tree_of` described, as ArrayDicts over other leaves, one per leaf of it.
 
     What torch holds of PRNG keys becomes an array of keys.
+
+    Raises:
+        LeafTypeError: JAX does not take it for keys; the error names its path.
     """
     own = list(islice(leaves, len(node.keys)))
     if node.cls is PRNGKey:
-        return wrap_key(*own, **{key: constant.value for key, constant in node.constants})
+        return _keys(node, own, path)
     keys, nested = list(node.keys), []
     for key, child in node.nested:
-        tree = arraydict_of(child, leaves)
+        tree = arraydict_of(child, leaves, (*path, key))
         if isinstance(tree, ArrayDict):
             nested.append((key, tree))
         else:  # PRNG keys are a leaf here
@@ -41,6 +45,14 @@ def arraydict_of(node: Node, leaves: Iterator[Any]) -> Any:
             own.append(tree)
     new = dataclasses.replace(node, keys=tuple(keys), leaves=own, nested=tuple(nested))
     return from_children(*define(new))
+
+
+def _keys(node: Node, own: Sequence[Any], path: Path) -> Any:
+    try:
+        return wrap_key(*own, **{key: constant.value for key, constant in node.constants})
+    except (TypeError, ValueError) as error:  # cast to floats, say, or of an unknown algorithm
+        where = f"{path_str(path)}: " if path else ""
+        raise LeafTypeError(f"{where}got a PRNGKey that is none in JAX: {error}") from error
 
 
 @node_of.register(PRNGKey)

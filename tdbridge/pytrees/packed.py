@@ -7,12 +7,12 @@ from typing import Any
 import jax
 from tensordict import is_tensorclass
 
-from tdbridge.errors import FrozenError
+from tdbridge.errors import FrozenError, LeafTypeError
 from tdbridge.layout.plan import constants_of, plan_of, with_own_constants
 from tdbridge.layout.spec import Layout
 from tdbridge.layout.tree import Node, leaves_of, node_of, paths_of, tree_of
 from tdbridge.pytrees.arraydict import ArrayDict
-from tdbridge.pytrees.joining import joined
+from tdbridge.pytrees.joining import check_joined, is_deleted, joined
 from tdbridge.pytrees.segments import Slot, slots_of, values_at
 
 
@@ -45,7 +45,7 @@ class PackedArrayDict(Mapping[str, Any]):
     _layout: Layout
     segments: tuple[Any, ...]
 
-    def __init__(self) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         raise TypeError("use ad.pack() or tdbridge.to_jax(td, packed=True).")
 
     def unpack(self) -> ArrayDict:
@@ -205,14 +205,17 @@ def packed(layout: Layout, segments: Sequence[Any]) -> PackedArrayDict:
 def pack(tree: ArrayDict) -> PackedArrayDict:
     """Copies all leaves of an ArrayDict into one flat array per dtype: see `ArrayDict.pack`."""
     node = tree_of(tree)
+    leaves = leaves_of(node)
+    check_joined(leaves, paths_of(node))
     plan = plan_of(node)
-    layout, placed = with_own_constants(plan.layout, constants_of(node)), plan.placed
-    leaves, paths = placed(leaves_of(node)), placed(paths_of(node))
-    return packed(layout, joined(layout, leaves, paths))
+    layout = with_own_constants(plan.layout, constants_of(node))
+    return packed(layout, joined(layout, plan.placed(leaves)))
 
 
 @node_of.register(PackedArrayDict)
 def _packed_node(tree: PackedArrayDict) -> Node:
+    if any(map(is_deleted, tree.segments)):
+        raise LeafTypeError("got a PackedArrayDict that was deleted or donated.")
     return replace(node_of(tree.unpack()), source=tree)
 
 
@@ -221,13 +224,13 @@ class SegmentKey:
     """A segment in a key path, as JAX prints it where vmap finds that sizes differ.
 
     Attributes:
-        name: its dtype, by which our own errors name it.
+        key: its dtype, by which our own errors name it; those of JAX ask each entry for a `key`.
     """
 
-    name: str
+    key: str
 
     def __str__(self) -> str:
-        return f".segments[{self.name!r}] (call .unpack() before vmap)"
+        return f".segments[{self.key!r}] (call .unpack() before vmap)"
 
 
 def flatten_packed(tree: PackedArrayDict) -> tuple[tuple[Any, ...], Layout]:

@@ -39,11 +39,7 @@ def combine(
     """
     first = trees[0]
     definition: NodeDef = first._definition
-    if stands_apart(definition.cls):
-        raise ValueError(
-            f"got a {definition.cls.__name__}, whose parts have no batch dimensions in common: "
-            "index or stack its parts, or make the leaf dense in torch first."
-        )
+    _refuse_apart(definition.cls)
     for other in trees[1:]:
         _check_same(first, other)
     groups = list(zip(*(tree._children for tree in trees), strict=True))
@@ -61,6 +57,14 @@ def combine(
         stored = on_sizes(*(tree._definition.batch_size for tree in trees))
     new = definition.resized(stored, names if any(name is not None for name in names) else None)
     return first._make(replace(new, constants=_constants(trees, on_leaves)), children)
+
+
+def _refuse_apart(cls: type) -> None:
+    if stands_apart(cls):
+        raise ValueError(
+            f"got a {cls.__name__}, whose parts have no batch dimensions in common: index or stack "
+            "its parts, or make the leaf dense in torch first."
+        )
 
 
 def _constants(trees: Sequence[Any], on_leaves: Callable[..., Any]) -> Constants:
@@ -140,6 +144,7 @@ def _check_same(first: Any, other: Any) -> None:
 
 def index(tree: Any, item: Any) -> Any:
     """`tree[item]` over the batch dimensions."""
+    _refuse_apart(tree.tensorclass)  # before the index is found too long for what they share
     steps = steps_of(item, tree.batch_size)
     return combine(
         [tree],

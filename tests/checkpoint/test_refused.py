@@ -9,9 +9,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    UnbatchedTensor,
+)
 
-import tdbridge.checkpoint as checkpoint
+import tdbridge
+from tdbridge import checkpoint
 from tdbridge.errors import CheckpointError
 
 Pair = namedtuple("Pair", "a b")
@@ -29,6 +36,11 @@ UNEQUAL_KEYS = LazyStackedTensorDict(
 UNEQUAL_SHAPES = LazyStackedTensorDict(
     TensorDict({"a": torch.ones(1)}), TensorDict({"a": torch.ones(2)})
 )
+
+RAGGED = TensorDict(
+    {"r": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)}, [2]
+)
+UNBATCHED = TensorDict({"n": TensorDict({"s": UnbatchedTensor(torch.ones(3))}, [3])})
 
 BOTH = {
     "collision": ({"a.b": 1, "a": {"b": 2}}, r"\['a\.b'\] and \['a'\]\['b'\] .* stored as 'a\.b'"),
@@ -62,6 +74,16 @@ BOTH = {
     ),
     "unequal keys": ({"s": UNEQUAL_KEYS}, r"\['s'\]: got a lazy stack of unequal .*keys differ"),
     "unequal shapes": ({"s": UNEQUAL_SHAPES}, r"\['s'\]: got a lazy stack of unequal"),
+    "lazy stack in jax": (
+        {"s": tdbridge.to_jax(UNEQUAL_SHAPES)},
+        r"\['s'\]: got a LazyStackedTensorDict, whose class",
+    ),
+    "jagged in jax": (tdbridge.to_jax(RAGGED), r"\['r'\]: got a NestedTensor, whose class"),
+    "unbatched": (UNBATCHED, r"\['n'\]\['s'\]: got a leaf that is not batched"),
+    "unbatched in jax": (
+        tdbridge.to_jax(UNBATCHED),
+        r"\['n'\]\['s'\]: got a leaf that is not batched",
+    ),
     "list root": ([torch.ones(1)], "the root has to be"),
     "tensor root": (torch.ones(1), "the root has to be"),
     "empty root": ({}, "the root has to be"),

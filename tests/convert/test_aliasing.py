@@ -308,6 +308,8 @@ def test_nothing_is_recorded_while_it_is_off():
         kept.append(to_jax(x))
         x.zero_()
         raise ValueError("own")  # and no AliasingError in its place
+    with pytest.raises(ValueError, match="enabled is True or False, got 'off'"):
+        debug_aliasing("off")  # pyright: ignore[reportArgumentType]
     x, kept = torch.ones(4), [to_jax(torch.ones(4))]
     with debug_aliasing(False):
         with debug_aliasing():

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict, namedtuple
 from dataclasses import FrozenInstanceError, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import equinox as eqx
@@ -211,6 +212,27 @@ def test_a_dataclass_is_not_constructed_again():
     assert isinstance(there.x, jax.Array)
 
 
+@dataclass(frozen=True)
+class Cached:
+    """A dataclass that keeps what it has computed of its fields."""
+
+    x: Any
+
+    @cached_property
+    def double(self) -> Any:
+        return self.x + self.x
+
+
+def test_what_a_dataclass_has_cached_is_computed_again():
+    """A cached property of the copy is of its own fields, and the source keeps its own."""
+    source = Cached(torch.ones(2))
+    double = source.double
+    got = to_jax([source])[0]
+    assert isinstance(got.double, jax.Array)
+    assert got.double.tolist() == [2, 2]
+    assert source.double is double
+
+
 def test_dataclasses_are_opened_at_every_depth():
     """In containers, in each other, in TensorDicts' neighbours; keys and PRNG keys included."""
     tree = Sample([Frozen(zoo.nested()), None], inner={"k": Slots(np.ones(2, "float32"))})
@@ -279,6 +301,14 @@ def test_errors_and_explain_name_the_field():
     assert list(listed(error.value)) == ["['d', 'x']", "['d', 'inner', 'x', '0']"]
     rows = tdbridge.explain(bad, to="jax").rows
     assert [row.fate for row in rows] == ["refused", "refused"]
+
+
+def test_a_class_is_no_tree_of_that_class():
+    """What names a class of trees, as a configuration may, stays as any other value does."""
+    tree = {"x": torch.ones(1), "d": Sample(torch.ones(1), inner=TensorDict)}
+    there = to_jax(tree)
+    assert there["d"].inner is to_torch(there)["d"].inner is TensorDict
+    assert ArrayDict({"cls": TensorDict})["cls"] is TensorDict
 
 
 def test_a_dataclass_cannot_hide_a_tracer():

@@ -309,3 +309,28 @@ def test_one_value_that_fits_no_batch_is_not_lost():
     assert found.batch_size == torch.Size([2, 2])
     assert isinstance(found["n"].get("v"), NonTensorData)
     assert repr(found["n", "v"]) == repr([[1, 2], {"k": 1}, np.arange(3), None])
+
+
+def test_parts_that_make_no_node_any_more_are_named():
+    """A stack of jagged tensors and a PRNG key in an unbatched place are refused by their paths."""
+    ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    ad = to_jax(TensorDict({"n": {"r": ragged}, "u": UnbatchedTensor(torch.ones(3))}))
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), ad)
+    with pytest.raises(LeafTypeError, match=r"^\['n', 'r'\]: got parts that make no NestedTensor"):
+        to_torch(stacked)
+    with pytest.raises(
+        LeafTypeError, match=r"^\['u'\]: got a PRNGKey in the place of an unbatched"
+    ):
+        to_torch(ad.replace(u=jax.random.key(0)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda key: key.float(), lambda key: key.apply(lambda data: data[:1])],
+    ids=["cast", "cut"],
+)
+def test_what_is_no_key_any_more_is_named(change: Any):
+    """PRNG keys whose data JAX does not take are refused by their path, with its own words."""
+    td = TensorDict({"n": {"key": change(to_torch({"k": jax.random.key(0)})["k"])}})
+    with pytest.raises(LeafTypeError, match=r"^\['n', 'key'\]: got a PRNGKey .*: .*key.data"):
+        to_jax(td)

@@ -154,11 +154,28 @@ def test_one_error_lists_every_cast_that_could_change_a_value():
     with pytest.raises(LeafTypeError, match="to_torch cannot carry") as error:
         to_torch(tree, like=like)
     found = listed(error.value)
-    assert found.pop("['one']") == "got float32, and in `like` a int, which has no dtype."
+    assert (
+        found.pop("['one']")
+        == "got float32, and in `like` a int, which has no dtype: pass a tensor or an array."
+    )
     assert found.pop("['j']") == (
         "got float32, and in `like` dtype int4, which torch does not have."
     )
     assert set(found) == {f"['{a} {b}']" for a, b in REFUSED}
+
+
+def test_one_array_at_two_paths_gets_the_dtype_of_each():
+    """One array that stands at several paths is one tensor for each dtype that `like` has there."""
+    array = jnp.arange(3, dtype="int16")
+    like = {"a": torch.int64, "b": torch.int32, "c": torch.int64}
+    got = to_torch(
+        dict.fromkeys(like, array), like={k: torch.ones(1).to(d) for k, d in like.items()}
+    )
+    assert {key: tensor.dtype for key, tensor in got.items()} == like
+    assert got["a"] is got["c"]
+    with pytest.raises(LeafTypeError) as error:
+        to_torch({"a": array, "b": array}, like={"a": np.ones(1, "i8"), "b": np.ones(1, "i1")})
+    assert set(listed(error.value)) == {"['b']"}
 
 
 def test_keys_come_back_whatever_like_holds_in_their_place():

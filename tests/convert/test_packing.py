@@ -3,6 +3,7 @@
 import gc
 import pickle
 import threading
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -41,6 +42,14 @@ class Typed(TypedTensorDict):
 
     a: torch.Tensor
     b: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A dataclass that JAX does not know."""
+
+    td: Any
+    other: Any
 
 
 def large() -> TensorDict:
@@ -312,6 +321,9 @@ def test_copy():
         to_jax(large(), packed=True, copy=False)
     with pytest.raises(CopyError, match="packing an ArrayDict copies"):
         to_jax(to_jax(large()), packed=True, copy=False)
+    with pytest.raises(CopyError) as error:
+        to_jax({"a": large(), "b": [c, to_jax(large())]}, packed=True, copy=False)
+    assert list(listed(error.value)) == ["['a']", "['b', '1']"]
     assert to_jax(p, packed=True, copy=False) is not None
 
 
@@ -388,6 +400,16 @@ def test_a_pytree_with_tensordicts_in_it():
     assert isinstance(to_jax(weight, packed=True), jax.Array)
 
 
+def test_a_tensordict_in_a_dataclass_is_packed():
+    """Fields of a dataclass that JAX takes for a leaf are packed as those of any container."""
+    batch = Batch(TensorDict({"x": torch.ones(3)}), torch.zeros(2))
+    got = to_jax([batch], packed=True)[0]
+    assert isinstance(got.td, PackedArrayDict)
+    assert got.td["x"].tolist() == [1, 1, 1]
+    assert got.other.tolist() == [0, 0]
+    assert isinstance(batch.td, TensorDict)
+
+
 def test_an_arraydict_is_packed():
     """Its numpy leaves are narrowed by the rules of to_jax."""
     ad = ArrayDict({"x": jnp.ones(3), "i": np.arange(3)})
@@ -415,6 +437,15 @@ def test_leaves_that_cannot_be_carried_are_all_named():
     with pytest.raises(LeafTypeError) as error:
         to_jax(tree, packed=True)
     assert list(listed(error.value)) == ["['a', 'x']", "['b', '0']", "['c']"]
+
+
+def test_a_deleted_tree_is_named():
+    """to_torch and explain say where a packed tree stood whose segments are gone."""
+    tree = ArrayDict({"x": jnp.ones(3)}).pack()
+    tree.segments[0].delete()
+    for convert in (to_torch, lambda tree: explain(tree, to="torch")):
+        with pytest.raises(LeafTypeError, match=r"\['t', '0'\]: got a Packed.* deleted or donated"):
+            convert({"t": [tree]})
 
 
 def test_while_jax_traces():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from tdbridge import ArrayDict, LeafTypeError, to_jax, to_torch
+from tdbridge import ArrayDict, LeafTypeError, consolidate, to_jax, to_torch
 from tests import zoo
 from tests.convert.trees import address, listed, pairs, x64_for
 
@@ -48,6 +48,15 @@ def test_arrays_mix_with_sharded_parameters():
     got = jax.jit(lambda w, b: w * b["x"] + b["t"].sum(axis=0))(weights, batch)
     assert got.tolist() == [i * i + 8 for i in range(8)]
     assert len(got.devices()) == 8
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_tensor_may_be_written_as_soon_as_its_array_is_elsewhere(packed: bool):
+    """An array that was moved holds what the tensor held, though a transfer takes a while."""
+    buffer = consolidate(TensorDict({"x": torch.ones(2**23)}))
+    tree = to_jax(buffer, device=CPUS[1], packed=packed)
+    buffer["x"].zero_()
+    assert float(tree["x"].min()) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -229,6 +229,7 @@ def test_a_tree_built_inside_jit_converts():
         ({"copy": "yes"}, "copy is None, True or False, got 'yes'."),
         ({"copy": 0}, "copy is None, True or False, got 0."),
         ({"copy": 1}, "copy is None, True or False, got 1."),
+        ({"packed": "yes"}, "packed is True or False, got 'yes'."),
         ({"narrow": "maybe"}, 'narrow is "exact", "allow" or "never", got \'maybe\'.'),
         ({"device": "cpu", "sharding": "x"}, "pass `device` or `sharding`, not both."),
         ({"copy": False, "device": "cpu"}, "it goes with no device or sharding."),

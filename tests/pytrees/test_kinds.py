@@ -201,6 +201,9 @@ def test_what_has_no_batch_dimensions_is_not_indexed(name: str):
         for change in CHANGES:
             with pytest.raises(ValueError, match="index or stack its parts, or make the leaf"):
                 change(tree)
+    members = LazyStackedTensorDict(*[TensorDict({"x": torch.zeros(n)}) for n in (1, 2)])
+    with pytest.raises(ValueError, match="index or stack its parts, or make the leaf"):
+        to_jax(members)[0]
 
 
 @pytest.mark.parametrize(
@@ -291,6 +294,18 @@ def test_what_replaces_an_unbatched_leaf_is_unbatched():
     assert ad.replace(u=2.0)[0]["u"].shape == ()
     assert ad.exclude("u").replace(u=jnp.ones((4, 2)))[0]["u"].shape == (2,)
     assert ad.replace(u="text")["u"] == "text"
+
+
+def test_an_unbatched_leaf_is_known_in_a_tensordict_of_arrays():
+    """A TensorDict that JAX has put arrays into is converted with the unbatched leaves it had."""
+    td = in_jax("unbatched")
+    assert to_jax(td).batch_size == (4,)
+    assert to_jax(td)[0]["u"].shape == (5,)
+    back = to_torch(td)
+    assert isinstance(back.get("u"), UnbatchedTensor)
+    assert isinstance(back["n"].get("u"), UnbatchedTensor)
+    td.unlock_().set("u", jnp.ones(4))
+    assert not isinstance(to_torch(td).get("u"), UnbatchedTensor)
 
 
 def test_vmap_leaves_an_unbatched_leaf_alone_when_told():

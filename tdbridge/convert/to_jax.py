@@ -58,7 +58,8 @@ def to_jax(
     way: see docs/sharding.md.
 
     Nothing moves between devices unless `device` or `sharding` asks for it, and the arrays are
-    uncommitted unless one of them does, so that they mix with mesh-sharded parameters.
+    uncommitted unless one of them does, so that they mix with mesh-sharded parameters. What moves
+    has arrived when the call returns, so that its tensor may be written.
 
     Args:
         tree: a TensorDict or its kin (docs/conversion.md lists the kinds), or any pytree with

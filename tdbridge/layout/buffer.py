@@ -51,7 +51,8 @@ def consolidate(
             result reach the file. An existing file is replaced; those who map it keep the old one.
         device: where the buffer lives; the device of the leaves by default.
         out: a result of this function with the same layout, to be filled again in place; its
-            buffer is kept, so that it goes with neither `filename` nor `device`.
+            buffer is kept, so that it goes with neither `filename` nor `device`. `td` may hold
+            leaves of `out`, in other places too.
 
     Returns:
         A locked tree of the class of `td`, with its keys (in their order), batch sizes, names,

@@ -9,6 +9,7 @@ from importlib.metadata import version
 
 from tdbridge import checkpoint as checkpoint
 from tdbridge import distributed as distributed
+from tdbridge.cast import cast as cast
 from tdbridge.convert import LeafReport as LeafReport
 from tdbridge.convert import Report as Report
 from tdbridge.convert import debug_aliasing as debug_aliasing
@@ -59,6 +60,7 @@ __all__ = [
     "Segment",
     "TdbridgeError",
     "UnsafeCheckpointError",
+    "cast",
     "checkpoint",
     "consolidate",
     "debug_aliasing",

@@ -1,0 +1,5 @@
+"""Mixed precision: some leaves of a tree in another dtype, the same bits in torch and in JAX."""
+
+from tdbridge.cast.cast import cast as cast
+
+__all__ = ["cast"]

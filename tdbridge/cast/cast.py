@@ -1,0 +1,132 @@
+"""`cast`: some leaves of a tree in another dtype, the rest as they are."""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import jax
+from tensordict import is_floating, is_tensor_collection
+from torch import Tensor
+
+from tdbridge.cast.numbers import cast_array, cast_tensors
+from tdbridge.cast.policy import Keep, Policy, Where, policy_of, target, targets_of
+from tdbridge.convert.leaves import with_paths
+from tdbridge.convert.records import is_record, opened
+from tdbridge.layout.dtypes import DType
+from tdbridge.layout.spec import Layout, Path
+from tdbridge.layout.tree import is_node, leaves_of, rebuild, tree_of
+from tdbridge.pytrees.nodes import arraydict_of
+from tdbridge.pytrees.packed import PackedArrayDict, over_segments
+from tdbridge.pytrees.segments import slots_of
+
+
+def cast(tree: Any, dtype: Any, *, where: Where = is_floating, keep: Keep = None) -> Any:
+    """Casts leaves of a tree to another dtype, with the same bits in torch and in JAX.
+
+    Labels, ids and masks keep their dtype by default, and a complex leaf is never made a real one.
+    Gradients pass through, in torch and in JAX; under `jax.jit` it is traced. `where` and `keep`
+    see paths, dtypes and shapes, never values, and are asked once for each structure.
+
+    Args:
+        tree: a TensorDict, a tensorclass, an ArrayDict, a packed one, or a pytree with leaves of
+            any kind.
+        dtype: a floating-point or complex dtype of torch, numpy or JAX, or its name.
+        where: which leaves: a predicate such as `tensordict.is_floating` or `is_inexact`, called
+            with a tensor of the leaf's dtype. While it is `is_floating`, leaves of a tensorclass
+            that has a `cast_filter` of its own follow that one, as in stock.
+        keep: what stays as it is: a glob of the path with its keys joined by `/`, or several of
+            them; what lies under a node that matches is kept too. Or a predicate that is called
+            with the path, a tuple of strings. Or a mapping of globs to the dtypes that those
+            leaves are cast to instead, None for "as it is"; the first that matches counts.
+
+    Returns:
+        A tree of the same structure. Leaves that are not cast are the same objects, memory shared;
+        a cast leaf has memory of its own. Tied leaves stay tied. A packed tree stays packed: each
+        segment is cast as a whole and keeps the places of its leaves; if `keep` or `where` divides
+        a segment, it is unpacked and packed anew.
+
+    Raises:
+        LeafTypeError: `dtype` is none to cast to, or a node is of a kind that is not carried.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> td = TensorDict(w=torch.ones(2), norm=TensorDict(w=torch.ones(2)), ids=torch.arange(2))
+        >>> half = cast(td, torch.bfloat16, keep="norm")
+        >>> half["w"].dtype, half["norm", "w"].dtype, half["ids"].dtype
+        (torch.bfloat16, torch.float32, torch.int64)
+    """
+    return cast_by(tree, policy_of(dtype, where, keep))
+
+
+def cast_by(tree: Any, policy: Policy) -> Any:
+    """As `cast`, by a policy that `policy_of` made."""
+    if is_node(tree):
+        return _cast_node(tree, policy, ())
+    treedef = jax.tree.structure(tree, is_leaf=is_node)
+    found = with_paths(tree, is_node)
+    if any(is_record(type(value)) for _, value in found):
+        tree = opened(tree)
+        treedef, found = jax.tree.structure(tree, is_leaf=is_node), with_paths(tree, is_node)
+    loose = [(path, value) for path, value in found if not is_node(value)]
+    targets = [target(policy, p, getattr(v, "dtype", None)) for p, v in loose]
+    new = iter(cast_leaves([value for _, value in loose], targets))
+    values = [_cast_node(v, policy, p) if is_node(v) else next(new) for p, v in found]
+    return jax.tree.unflatten(treedef, values)
+
+
+def _cast_node(tree: Any, policy: Policy, path: Path) -> Any:
+    if isinstance(tree, PackedArrayDict):
+        return cast_packed(tree, policy, path)
+    node = tree_of(tree, path)
+    leaves = cast_leaves(leaves_of(node), targets_of(node, policy, path))
+    build = rebuild if is_tensor_collection(tree) or isinstance(tree, Tensor) else arraydict_of
+    new = build(node, iter(leaves))
+    return new.lock_() if getattr(tree, "is_locked", False) else new
+
+
+def cast_packed(tree: PackedArrayDict, policy: Policy, path: Path) -> PackedArrayDict:
+    """By segment; what divides a segment needs another one, and with it another layout."""
+    dtypes = tuple([segment.dtype for segment in tree.segments])
+    targets = _segment_targets(tree._layout, dtypes, policy, path)
+    if targets is None:
+        return _cast_node(tree.unpack(), policy, path).pack()
+    return over_segments(tree._layout, cast_leaves(tree.segments, targets))
+
+
+@lru_cache(maxsize=256)
+def _segment_targets(
+    layout: Layout, dtypes: Sequence[Any], policy: Policy, path: Path
+) -> list[DType | None] | None:
+    """What each segment is cast to; None when its leaves are cast to several dtypes."""
+    node = tree_of(slots_of(layout))
+    slots = leaves_of(node)
+    found: list[set[DType | None]] = [set() for _ in dtypes]
+    own = [dtypes[slot.segment] for slot in slots]
+    for slot, dtype in zip(slots, targets_of(node, policy, path, own), strict=True):
+        found[slot.segment].add(dtype)
+    return [next(iter(one)) for one in found] if all(len(one) == 1 for one in found) else None
+
+
+def cast_leaves(leaves: Sequence[Any], targets: Sequence[DType | None]) -> list[Any]:
+    """Each leaf in the dtype of its target; the same object where there is none.
+
+    Leaves that are one object and have one target stay one.
+    """
+    new = list(leaves)
+    groups: dict[tuple[DType, bool], dict[int, list[int]]] = {}
+    for i, (leaf, dtype) in enumerate(zip(leaves, targets, strict=True)):
+        if dtype is not None:
+            group = groups.setdefault((dtype, isinstance(leaf, Tensor)), {})
+            group.setdefault(id(leaf), []).append(i)
+    for (dtype, in_torch), places in groups.items():
+        own = [leaves[same[0]] for same in places.values()]
+        cast_all: Callable[..., list[Any]] = cast_tensors if in_torch else _cast_arrays
+        for same, value in zip(places.values(), cast_all(own, dtype), strict=True):
+            for i in same:
+                new[i] = value
+    return new
+
+
+def _cast_arrays(arrays: Sequence[Any], dtype: DType) -> list[Any]:
+    return [cast_array(array, dtype) for array in arrays]

@@ -1,0 +1,168 @@
+"""Which leaves of a tree are cast, and to which dtype: judged by path, dtype and shape alone."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import is_floating
+
+from tdbridge.errors import LeafTypeError
+from tdbridge.layout.dtypes import DType, dtype_of
+from tdbridge.layout.spec import Path
+from tdbridge.layout.tree import Node, leaves_of, paths_of, walk_nodes
+
+Where = Callable[..., Any]
+Keep = str | Iterable[str] | Mapping[str, Any] | Callable[[Path], Any] | None
+Rule = tuple[str | Callable[[Path], Any], DType | None]
+Own = tuple[Where, Path] | None
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What `cast` was asked for.
+
+    Attributes:
+        dtype: what leaves are cast to.
+        where: which leaves, by dtype.
+        rules: globs or predicates of paths, each with another dtype, or None for "as it is".
+    """
+
+    dtype: DType
+    where: Where
+    rules: tuple[Rule, ...] = ()
+
+
+def policy_of(dtype: Any, where: Where = is_floating, keep: Keep = None) -> Policy:
+    """The arguments of `cast`, checked and made hashable.
+
+    Raises:
+        LeafTypeError: a dtype is none that `cast` casts to.
+    """
+    return Policy(dtype_for(dtype), where, tuple(_rules(keep)))
+
+
+def dtype_for(dtype: Any) -> DType:
+    """The dtype that a user names: one of torch, numpy or JAX, or its name.
+
+    Raises:
+        LeafTypeError: there is no such dtype on both sides, or it is one of integers.
+    """
+    found = dtype_of(dtype if isinstance(dtype, (str, torch.dtype)) else _numpy_dtype(dtype))
+    if not found.crosses:
+        raise LeafTypeError(f"got dtype {found.name}, which torch and JAX do not both have.")
+    if not (found.in_torch.is_floating_point or found.in_torch.is_complex):
+        raise LeafTypeError(
+            f"got dtype {found.name}: expected one of floating-point or complex numbers."
+        )
+    return found
+
+
+def _numpy_dtype(dtype: Any) -> np.dtype:
+    """`jnp.bfloat16` and `np.float32` are types of scalars, and no dtypes yet."""
+    try:
+        return np.dtype(dtype)
+    except TypeError:
+        raise LeafTypeError(f"got {dtype!r}, which is no dtype.") from None
+
+
+def _rules(keep: Keep) -> Iterable[Rule]:
+    if isinstance(keep, Mapping):
+        for glob, dtype in keep.items():
+            yield glob, None if dtype is None else dtype_for(dtype)
+    elif isinstance(keep, str) or callable(keep):
+        yield keep, None
+    else:
+        yield from ((rule, None) for rule in keep or ())
+
+
+def targets_of(
+    node: Node, policy: Policy, start: Path = (), dtypes: Iterable[Any] | None = None
+) -> tuple[DType | None, ...]:
+    """What each leaf of a tree is cast to, None where it stays; in the order of `leaves_of`.
+
+    Args:
+        node: the described tree.
+        policy: what was asked for.
+        start: the path of the tree itself.
+        dtypes: those of the leaves, if the leaves do not tell.
+    """
+    leaves = leaves_of(node)
+    own = tuple([getattr(x, "dtype", None) for x in leaves] if dtypes is None else dtypes)
+    owners = tuple(_owners(node, start))
+    # Only the filter of a class is given a shape, and hashing a thousand of them takes its time.
+    shapes = tuple([getattr(leaf, "shape", ()) for leaf in leaves]) if any(owners) else None
+    return _targets(policy, tuple(paths_of(node, start)), own, shapes, owners)
+
+
+@lru_cache(maxsize=256)
+def _targets(
+    policy: Policy,
+    paths: Sequence[Path],
+    dtypes: Sequence[Any],
+    shapes: Sequence[Any] | None,
+    owners: Sequence[Own],
+) -> tuple[DType | None, ...]:
+    sizes = shapes or [()] * len(paths)
+    filters = owners or [None] * len(paths)
+    return tuple(
+        [target(policy, *leaf) for leaf in zip(paths, dtypes, sizes, filters, strict=True)]
+    )
+
+
+def target(
+    policy: Policy, path: Path, dtype: Any, shape: Sequence[int] = (), own: Own = None
+) -> DType | None:
+    """What the leaf at `path` is cast to, or None when it stays as it is.
+
+    Args:
+        policy: what was asked for.
+        path: the path of the leaf in the whole tree.
+        dtype: its dtype, of torch or numpy.
+        shape: its shape.
+        own: the `cast_filter` of the class that the leaf is in, and the path of that node.
+    """
+    try:
+        source = dtype_of(dtype)
+    except LeafTypeError:  # PRNG keys, float0, no array at all: no numbers to be cast
+        return None
+    wanted = _wanted(policy, path)
+    if wanted is None or wanted is source or not source.crosses:
+        return None
+    if source.in_torch.is_complex and not wanted.in_torch.is_complex:
+        return None
+    return wanted if _is_chosen(policy, path, source.in_torch, shape, own) else None
+
+
+def _wanted(policy: Policy, path: Path) -> DType | None:
+    for rule, dtype in policy.rules:
+        if rule(path) if callable(rule) else _matches(path, rule):
+            return dtype
+    return policy.dtype
+
+
+def _matches(path: Path, glob: str) -> bool:
+    """Whether the glob matches the path, or that of a node above it."""
+    return any(fnmatchcase("/".join(path[:stop]), glob) for stop in range(1, len(path) + 1))
+
+
+def _is_chosen(
+    policy: Policy, path: Path, dtype: torch.dtype, shape: Sequence[int], own: Own
+) -> bool:
+    stand_in = torch.empty(tuple(shape), dtype=dtype, device="meta")
+    if own is not None and policy.where is is_floating:
+        where, start = own
+        return bool(where(path[len(start) :], stand_in))  # as stock calls it
+    return bool(policy.where(stand_in))
+
+
+def _owners(node: Node, start: Path) -> list[Own]:
+    """Per leaf the `cast_filter` of the nearest class above it; empty where no class has one."""
+    found: dict[Path, Own] = {}
+    for path, child in walk_nodes(node, start):
+        own = getattr(child.cls, "_cast_filter", None)
+        found[path] = found.get(path[:-1]) if own is None else (own, path)
+    return [found[path[:-1]] for path in paths_of(node, start)] if any(found.values()) else []

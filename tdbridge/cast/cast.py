@@ -8,8 +8,9 @@ import jax
 from tensordict import is_floating, is_tensor_collection
 from torch import Tensor
 
+from tdbridge.cast.consolidated import cast_consolidated, cast_into
 from tdbridge.cast.numbers import cast_array, cast_tensors
-from tdbridge.cast.policy import Keep, Policy, Where, policy_of, target, targets_of
+from tdbridge.cast.policy import Keep, Policy, Where, policy_of, target, targets_in, targets_of
 from tdbridge.convert.leaves import with_paths
 from tdbridge.convert.records import is_record, opened
 from tdbridge.layout.dtypes import DType
@@ -17,10 +18,11 @@ from tdbridge.layout.spec import Layout, Path
 from tdbridge.layout.tree import is_node, leaves_of, rebuild, tree_of
 from tdbridge.pytrees.nodes import arraydict_of
 from tdbridge.pytrees.packed import PackedArrayDict, over_segments
-from tdbridge.pytrees.segments import slots_of
 
 
-def cast(tree: Any, dtype: Any, *, where: Where = is_floating, keep: Keep = None) -> Any:
+def cast(
+    tree: Any, dtype: Any, *, where: Where = is_floating, keep: Keep = None, out: Any = None
+) -> Any:
     """Casts leaves of a tree to another dtype, with the same bits in torch and in JAX.
 
     Labels, ids and masks keep their dtype by default, and a complex leaf is never made a real one.
@@ -38,15 +40,20 @@ def cast(tree: Any, dtype: Any, *, where: Where = is_floating, keep: Keep = None
             them; what lies under a node that matches is kept too. Or a predicate that is called
             with the path, a tuple of strings. Or a mapping of globs to the dtypes that those
             leaves are cast to instead, None for "as it is"; the first that matches counts.
+        out: a consolidated TensorDict with the layout of the result, such as an earlier result of
+            a consolidated tree, to be filled again in place. `tree` is a TensorDict then, and
+            gradients are not carried.
 
     Returns:
-        A tree of the same structure. Leaves that are not cast are the same objects, memory shared;
-        a cast leaf has memory of its own. Tied leaves stay tied. A packed tree stays packed: each
-        segment is cast as a whole and keeps the places of its leaves; if `keep` or `where` divides
-        a segment, it is unpacked and packed anew.
+        `out` if it was given, else a tree of the same structure. Leaves that are not cast are the
+        same objects, memory shared; a cast leaf has memory of its own. Tied leaves stay tied. A
+        packed tree stays packed: each segment is cast as a whole and keeps the places of its
+        leaves; if `keep` or `where` divides a segment, it is unpacked and packed anew. Of a tree that `consolidate` made the result is
+        consolidated and locked too, all its leaves copied, unless a leaf requires a gradient.
 
     Raises:
         LeafTypeError: `dtype` is none to cast to, or a node is of a kind that is not carried.
+        LayoutError: `out` has another layout, or lies in no buffer of its own.
 
     Example:
         >>> import torch
@@ -56,11 +63,13 @@ def cast(tree: Any, dtype: Any, *, where: Where = is_floating, keep: Keep = None
         >>> half["w"].dtype, half["norm", "w"].dtype, half["ids"].dtype
         (torch.bfloat16, torch.float32, torch.int64)
     """
-    return cast_by(tree, policy_of(dtype, where, keep))
+    return cast_by(tree, policy_of(dtype, where, keep), out)
 
 
-def cast_by(tree: Any, policy: Policy) -> Any:
+def cast_by(tree: Any, policy: Policy, out: Any = None) -> Any:
     """As `cast`, by a policy that `policy_of` made."""
+    if out is not None:
+        return cast_into(out, tree, policy)
     if is_node(tree):
         return _cast_node(tree, policy, ())
     treedef = jax.tree.structure(tree, is_leaf=is_node)
@@ -78,6 +87,9 @@ def cast_by(tree: Any, policy: Policy) -> Any:
 def _cast_node(tree: Any, policy: Policy, path: Path) -> Any:
     if isinstance(tree, PackedArrayDict):
         return cast_packed(tree, policy, path)
+    whole = cast_consolidated(tree, policy, path)
+    if whole is not None:
+        return whole
     node = tree_of(tree, path)
     leaves = cast_leaves(leaves_of(node), targets_of(node, policy, path))
     build = rebuild if is_tensor_collection(tree) or isinstance(tree, Tensor) else arraydict_of
@@ -98,14 +110,13 @@ def cast_packed(tree: PackedArrayDict, policy: Policy, path: Path) -> PackedArra
 def _segment_targets(
     layout: Layout, dtypes: Sequence[Any], policy: Policy, path: Path
 ) -> list[DType | None] | None:
-    """What each segment is cast to; None when its leaves are cast to several dtypes."""
-    node = tree_of(slots_of(layout))
-    slots = leaves_of(node)
-    found: list[set[DType | None]] = [set() for _ in dtypes]
-    own = [dtypes[slot.segment] for slot in slots]
-    for slot, dtype in zip(slots, targets_of(node, policy, path, own), strict=True):
-        found[slot.segment].add(dtype)
-    return [next(iter(one)) for one in found] if all(len(one) == 1 for one in found) else None
+    """What each segment is cast to; None when the leaves of one are cast to several dtypes."""
+    found: dict[str, set[DType | None]] = {}
+    targets = targets_in(layout, policy, path, dtypes)
+    for leaf, wanted in zip(layout.leaves, targets, strict=True):
+        found.setdefault(leaf.dtype, set()).add(wanted)
+    divided = any(len(wanted) > 1 for wanted in found.values())
+    return None if divided else [wanted for (wanted,) in found.values()]
 
 
 def cast_leaves(leaves: Sequence[Any], targets: Sequence[DType | None]) -> list[Any]:

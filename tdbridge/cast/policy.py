@@ -12,7 +12,7 @@ from tensordict import is_floating
 
 from tdbridge.errors import LeafTypeError
 from tdbridge.layout.dtypes import DType, dtype_of
-from tdbridge.layout.spec import Path
+from tdbridge.layout.spec import Layout, Path
 from tdbridge.layout.tree import Node, leaves_of, paths_of, walk_nodes
 
 Where = Callable[..., Any]
@@ -79,23 +79,41 @@ def _rules(keep: Keep) -> Iterable[Rule]:
         yield from ((rule, None) for rule in keep or ())
 
 
-def targets_of(
-    node: Node, policy: Policy, start: Path = (), dtypes: Iterable[Any] | None = None
-) -> tuple[DType | None, ...]:
+def targets_of(node: Node, policy: Policy, start: Path = ()) -> tuple[DType | None, ...]:
     """What each leaf of a tree is cast to, None where it stays; in the order of `leaves_of`.
 
     Args:
         node: the described tree.
         policy: what was asked for.
         start: the path of the tree itself.
-        dtypes: those of the leaves, if the leaves do not tell.
     """
-    leaves = leaves_of(node)
-    own = tuple([getattr(x, "dtype", None) for x in leaves] if dtypes is None else dtypes)
-    owners = tuple(_owners(node, start))
+    leaves, paths = leaves_of(node), tuple(paths_of(node, start))
+    owners = _owners(((path, child.cls) for path, child in walk_nodes(node, start)), paths)
+    dtypes = tuple([getattr(leaf, "dtype", None) for leaf in leaves])
     # Only the filter of a class is given a shape, and hashing a thousand of them takes its time.
-    shapes = tuple([getattr(leaf, "shape", ()) for leaf in leaves]) if any(owners) else None
-    return _targets(policy, tuple(paths_of(node, start)), own, shapes, owners)
+    shapes = tuple([getattr(leaf, "shape", ()) for leaf in leaves]) if owners else None
+    return _targets(policy, paths, dtypes, shapes, owners)
+
+
+@lru_cache(maxsize=256)
+def targets_in(
+    layout: Layout, policy: Policy, start: Path = (), dtypes: Sequence[Any] | None = None
+) -> tuple[DType | None, ...]:
+    """The same of a tree with this layout, in the order of the layout.
+
+    Args:
+        layout: the layout of the tree.
+        policy: what was asked for.
+        start: the path of the tree itself.
+        dtypes: those of its segments, if they were cast since.
+    """
+    leaves = layout.leaves
+    paths = tuple([(*start, *leaf.path) for leaf in leaves])
+    owners = _owners((((*start, *node.path), node.cls) for node in layout.nodes), paths)
+    names = [segment.dtype for segment in layout.segments]
+    now = dict(zip(names, dtypes or names, strict=True))
+    shapes = tuple([leaf.shape for leaf in leaves])
+    return _targets(policy, paths, tuple([now[leaf.dtype] for leaf in leaves]), shapes, owners)
 
 
 @lru_cache(maxsize=256)
@@ -159,10 +177,15 @@ def _is_chosen(
     return bool(policy.where(stand_in))
 
 
-def _owners(node: Node, start: Path) -> list[Own]:
-    """Per leaf the `cast_filter` of the nearest class above it; empty where no class has one."""
+def _owners(nodes: Iterable[tuple[Path, type]], paths: Sequence[Path]) -> tuple[Own, ...]:
+    """Per leaf the `cast_filter` of the nearest class above it; empty where no class has one.
+
+    Args:
+        nodes: path and class of each node, parents first.
+        paths: those of the leaves.
+    """
     found: dict[Path, Own] = {}
-    for path, child in walk_nodes(node, start):
-        own = getattr(child.cls, "_cast_filter", None)
+    for path, cls in nodes:
+        own = getattr(cls, "_cast_filter", None)
         found[path] = found.get(path[:-1]) if own is None else (own, path)
-    return [found[path[:-1]] for path in paths_of(node, start)] if any(found.values()) else []
+    return tuple([found[path[:-1]] for path in paths]) if any(found.values()) else ()

@@ -19,7 +19,7 @@ from tdbridge.layout.allocate import allocate
 from tdbridge.layout.dtypes import dtype_of
 from tdbridge.layout.fill import fill, fill_if_plain
 from tdbridge.layout.placement import Placement, addresses_in, placement_of, remember, segments_of
-from tdbridge.layout.plan import Plan, constants_of, full_layout, plan_of, skeleton_of
+from tdbridge.layout.plan import Plan, constants_of, plan_of, skeleton_of, with_constants
 from tdbridge.layout.spec import ALIGNMENT, Layout, LeafSpec, Path, path_str, row_major
 from tdbridge.layout.stock import file_suffix, stock_metadata
 from tdbridge.layout.tree import BUILDERS, Node, leaves_of, paths_of, rebuild, tree_of, walk_nodes
@@ -74,12 +74,12 @@ def consolidate(
         (True, [0, 0])
     """
     tree = tree_of(td)
-    _check_nodes(tree)
+    check_nodes(tree)
     if out is not None:
         if filename is not None or device is not None:
             raise LayoutError("got `out` with `filename` or `device`: the buffer of `out` is kept.")
         return _refill(out, tree)
-    leaves, plan = _planned(tree)
+    leaves, plan = planned(tree)
     layout, order = plan.layout, plan.order
     # "cuda" is "cuda:0": an empty tensor tells.
     given = None if device is None else torch.empty(0, device=device).device
@@ -88,16 +88,25 @@ def consolidate(
         storage = buffer_under(td, layout, order, leaves)
         if storage is not None and storage.device == target:
             # Written anew: stock lets a new batch size of a nested tensordict pass it by.
-            return _declare(td, tree, plan, storage, plan.placed(leaves))
+            return declare(td, tree, plan, storage, plan.placed(leaves))
     suffix = b"" if filename is None else file_suffix(tree, layout)
     with allocate(layout, target, filename, suffix) as storage:
         views = views_of(layout, storage)
         fill(layout, storage, views, plan.placed(leaves))
     new = rebuild(tree, iter([views[i] for i in order]), storage.device)
-    return _declare(new, tree, plan, storage, views)
+    return declare(new, tree, plan, storage, views)
 
 
-def _declare(td: Any, tree: Node, plan: Plan, storage: Tensor, leaves: Sequence[Tensor]) -> Any:
+def declare(td: Any, tree: Node, plan: Plan, storage: Tensor, leaves: Sequence[Tensor]) -> Any:
+    """Locks a tree whose leaves lie in a buffer as planned, and declares it consolidated.
+
+    Args:
+        td: the tree.
+        tree: a description of it, or of the one that it was made from.
+        plan: its plan.
+        storage: the buffer.
+        leaves: its leaves, in the order of the layout.
+    """
     compat.set_consolidated(td, storage, stock_metadata(tree, plan.layout))
     td = td.lock_()
     remember(td, tree, Placement(plan, constants_of(tree), storage, leaves))
@@ -133,7 +142,12 @@ def _strides(layout: Layout) -> tuple[tuple[str, tuple[int, ...], tuple[int, ...
     )
 
 
-def _check_nodes(tree: Node) -> None:
+def check_nodes(tree: Node) -> None:
+    """Checks that a tree can be consolidated; parameters are made a TensorDict, as stock does.
+
+    Raises:
+        LeafTypeError: a node cannot be described in stock's metadata.
+    """
     for path, node in walk_nodes(tree):
         if node.unbatched:
             where = path_str((*path, min(node.unbatched)))
@@ -150,7 +164,12 @@ def _check_nodes(tree: Node) -> None:
             node.cls = TensorDict
 
 
-def _planned(tree: Node) -> tuple[list[Tensor], Plan]:
+def planned(tree: Node) -> tuple[list[Tensor], Plan]:
+    """The leaves of a tree, and its plan.
+
+    Raises:
+        LeafTypeError: a leaf is not a dense tensor.
+    """
     leaves = leaves_of(tree)
     with suppress(LeafTypeError):  # `_check_leaf` has more to say of the leaf
         plan = plan_of(tree)  # which knows no nested and no quantized leaves
@@ -207,26 +226,44 @@ def buffer_under(
 
 
 def _refill(out: Any, tree: Node) -> Any:
-    placement = placement_of(out)
-    if placement is None or not placement.holds:
-        placement = _found_placement(out)
+    placement = _held(out)
     if placement is None or not _refilled_at_once(placement, tree):
-        leaves, plan = _planned(tree)  # raises for what is wrong with the tree itself
-        if placement is None:
-            kind = type(out).__name__
-            raise LayoutError(
-                f"`out`, a {kind}, is no result of tdbridge.consolidate, or was unlocked or given "
-                "other tensors since: make a new one."
-            )
-        if placement.layout != plan.layout or placement.constants != constants_of(tree):
-            differ = first_difference(placement.whole, full_layout(tree))
-            raise LayoutError(f"`out` has another layout: {differ}.")
-        own = _outside(placement.storage, plan.placed(leaves))
+        leaves, plan = planned(tree)  # raises for what is wrong with the tree itself
+        placement = placement_to_fill(out, plan, constants_of(tree))
+        own = outside(placement.storage, plan.placed(leaves))
         fill(plan.layout, placement.storage, placement.leaves, own)
     return out
 
 
-def _outside(storage: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
+def _held(out: Any) -> Placement | None:
+    placement = placement_of(out)
+    return placement if placement is not None and placement.holds else _found_placement(out)
+
+
+def placement_to_fill(out: Any, plan: Plan, constants: tuple[tuple[Path, Any], ...]) -> Placement:
+    """Where the leaves of `out` are, which a tree of this plan is going to be written to.
+
+    Args:
+        out: what the user gave.
+        plan: the plan of the tree.
+        constants: its non-tensor values, as `constants_of` gives them.
+
+    Raises:
+        LayoutError: `out` lies in no buffer of ours, or has another layout.
+    """
+    placement = _held(out)
+    if placement is None:
+        raise LayoutError(
+            f"`out`, a {type(out).__name__}, is no result of tdbridge.consolidate, or was unlocked "
+            "or given other tensors since: make a new one."
+        )
+    if placement.layout != plan.layout or placement.constants != constants:
+        differ = first_difference(placement.whole, with_constants(plan.layout, constants))
+        raise LayoutError(f"`out` has another layout: {differ}.")
+    return placement
+
+
+def outside(storage: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
     """The leaves, those in the buffer copied: one would be overwritten before it is read."""
     inside = range(start := storage.data_ptr(), start + storage.numel())
     return [leaf.clone() if leaf.data_ptr() in inside else leaf for leaf in leaves]

@@ -127,13 +127,34 @@ def _plan(skeleton: Any, dtypes: Sequence[Any], shapes: Sequence[Any]) -> Plan:
     nodes: list[NodeSpec] = []
     _collect(skeleton, (), paths, nodes)
     rows = [_row(*row) for row in zip(paths, dtypes, shapes, strict=True)]
+    return _plan_of_rows(skeleton, rows, nodes)
+
+
+def _plan_of_rows(
+    skeleton: Any, rows: Sequence[tuple[Path, str, tuple[int, ...]]], nodes: Sequence[NodeSpec]
+) -> Plan:
+    """Of leaves in the tree's own order, each a (path, dtype name, shape)."""
     layout = make_layout(rows, nodes)
     index = {leaf.path: i for i, leaf in enumerate(layout.leaves)}
-    order = [index[path] for path in paths]
+    order = [index[path] for path, _, _ in rows]
     places = sorted(range(len(order)), key=order.__getitem__)
     # Of one place, `itemgetter` would give the item and no tuple.
     placed = itemgetter(*places) if len(places) > 1 else tuple
     return Plan(skeleton, layout, tuple(order), placed)
+
+
+def recast(plan: Plan, dtypes: Sequence[str | None]) -> Plan:
+    """The plan of the same tree with leaves of other dtypes.
+
+    Args:
+        plan: the plan of the tree.
+        dtypes: for each leaf of its layout the name of another dtype, or None.
+    """
+    rows = [
+        (leaf.path, dtype or leaf.dtype, leaf.shape)
+        for leaf, dtype in zip(plan.layout.leaves, dtypes, strict=True)
+    ]
+    return _plan_of_rows(plan.skeleton, [rows[i] for i in plan.order], plan.layout.nodes)
 
 
 def _collect(skeleton: Any, path: Path, paths: list[Path], nodes: list[NodeSpec]) -> None:

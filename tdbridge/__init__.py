@@ -9,6 +9,7 @@ from importlib.metadata import version
 
 from tdbridge import checkpoint as checkpoint
 from tdbridge import distributed as distributed
+from tdbridge.cast import Precision as Precision
 from tdbridge.cast import cast as cast
 from tdbridge.convert import LeafReport as LeafReport
 from tdbridge.convert import Report as Report
@@ -56,6 +57,7 @@ __all__ = [
     "NodeSpec",
     "PRNGKey",
     "PackedArrayDict",
+    "Precision",
     "Report",
     "Segment",
     "TdbridgeError",

@@ -1,6 +1,6 @@
 """`cast`: some leaves of a tree in another dtype, the rest as they are."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -48,8 +48,9 @@ def cast(
         `out` if it was given, else a tree of the same structure. Leaves that are not cast are the
         same objects, memory shared; a cast leaf has memory of its own. Tied leaves stay tied. A
         packed tree stays packed: each segment is cast as a whole and keeps the places of its
-        leaves; if `keep` or `where` divides a segment, it is unpacked and packed anew. Of a tree that `consolidate` made the result is
-        consolidated and locked too, all its leaves copied, unless a leaf requires a gradient.
+        leaves; if `keep` or `where` divides a segment, it is unpacked and packed anew. Of a tree
+        that `consolidate` made the result is consolidated and locked too, all its leaves copied,
+        unless a leaf requires a gradient.
 
     Raises:
         LeafTypeError: `dtype` is none to cast to, or a node is of a kind that is not carried.
@@ -125,18 +126,25 @@ def cast_leaves(leaves: Sequence[Any], targets: Sequence[DType | None]) -> list[
     Leaves that are one object and have one target stay one.
     """
     new = list(leaves)
-    groups: dict[tuple[DType, bool], dict[int, list[int]]] = {}
-    for i, (leaf, dtype) in enumerate(zip(leaves, targets, strict=True)):
-        if dtype is not None:
-            group = groups.setdefault((dtype, isinstance(leaf, Tensor)), {})
-            group.setdefault(id(leaf), []).append(i)
-    for (dtype, in_torch), places in groups.items():
-        own = [leaves[same[0]] for same in places.values()]
-        cast_all: Callable[..., list[Any]] = cast_tensors if in_torch else _cast_arrays
-        for same, value in zip(places.values(), cast_all(own, dtype), strict=True):
-            for i in same:
-                new[i] = value
+    for dtype in {dtype.name: dtype for dtype in targets if dtype is not None}.values():
+        at = [i for i, wanted in enumerate(targets) if wanted is dtype]
+        for cast_all, places in _by_side(leaves, at):
+            own = {id(leaves[i]): leaves[i] for i in places}
+            values = dict(zip(own, cast_all([*own.values()], dtype), strict=True))
+            for i in places:
+                new[i] = values[id(leaves[i])]
     return new
+
+
+def _by_side(
+    leaves: Sequence[Any], at: Sequence[int]
+) -> Iterable[tuple[Callable[[Sequence[Any], DType], list[Any]], Sequence[int]]]:
+    """How leaves of torch and how any other ones are cast, with their positions."""
+    tensors = [i for i in at if isinstance(leaves[i], Tensor)]
+    if tensors:
+        yield cast_tensors, tensors
+    if len(tensors) < len(at):
+        yield _cast_arrays, [i for i in at if not isinstance(leaves[i], Tensor)]
 
 
 def _cast_arrays(arrays: Sequence[Any], dtype: DType) -> list[Any]:

@@ -60,17 +60,20 @@ def one_nan(pairs: Iterable[tuple[Tensor, Tensor]], dtype: DType) -> None:
     """Writes the one NaN of `dtype` into the second of each pair, where the first is NaN."""
     if not is_float(dtype):
         return
-    for group in _groups([pair for pair in pairs if pair[0].is_floating_point()]):
-        if _may_hold_nan(group):
-            for old, new in group:
-                bits = new.detach().view(_SIGNED[dtype.itemsize])
-                bits.masked_fill_(old.detach().isnan(), _nan_bits(dtype))
+    with torch.no_grad():
+        for group in _groups([pair for pair in pairs if pair[0].dtype.is_floating_point]):
+            if _may_hold_nan(group):
+                for old, new in group:
+                    bits = new.view(_SIGNED[dtype.itemsize])
+                    bits.masked_fill_(old.isnan(), _nan_bits(dtype))
 
 
 def _groups(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
     """Small ones on the CPU, which are asked at once, and any other alone."""
-    small = [pair for pair in pairs if pair[1].is_cpu and pair[1].numel() <= _SMALL]
-    other = [pair for pair in pairs if not (pair[1].is_cpu and pair[1].numel() <= _SMALL)]
+    small, other = [], []
+    for pair in pairs:
+        together = pair[1].is_cpu and pair[1].numel() <= _SMALL
+        (small if together else other).append(pair)
     return [small, *([pair] for pair in other)]
 
 
@@ -85,11 +88,12 @@ def _may_hold_nan(group: Sequence[tuple[Tensor, Tensor]]) -> bool:
     if not group or not group[0][1].is_cpu:
         return bool(group)
     # torch has no sum of float8.
-    sides = [(new if new.itemsize > 1 else old).detach() for old, new in group]
+    sides = [new if new.itemsize > 1 else old for old, new in group]
     if any(side.itemsize == 1 for side in sides):
         return True
-    whole = sides[0] if len(sides) == 1 else torch.cat([side.flatten() for side in sides])
-    return bool(whole.sum().isnan())
+    whole = sides[0] if len(sides) == 1 else torch.cat([*map(torch.flatten, sides)])
+    # By rows first: the sum of all of a matrix with gaps between its rows takes ten times longer.
+    return bool(whole.sum(-1).sum().isnan())
 
 
 # --- JAX

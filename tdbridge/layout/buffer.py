@@ -3,7 +3,6 @@
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any
@@ -20,7 +19,14 @@ from tdbridge.layout.dtypes import dtype_of
 from tdbridge.layout.fill import fill, fill_if_plain
 from tdbridge.layout.placement import Placement, addresses_in, placement_of, remember, segments_of
 from tdbridge.layout.plan import Plan, constants_of, plan_of, skeleton_of, with_constants
-from tdbridge.layout.spec import ALIGNMENT, Layout, LeafSpec, Path, path_str, row_major
+from tdbridge.layout.spec import (
+    ALIGNMENT,
+    Layout,
+    Path,
+    first_difference,
+    path_str,
+    row_major,
+)
 from tdbridge.layout.stock import file_suffix, stock_metadata
 from tdbridge.layout.tree import BUILDERS, Node, leaves_of, paths_of, rebuild, tree_of, walk_nodes
 
@@ -98,14 +104,9 @@ def consolidate(
 
 
 def declare(td: Any, tree: Node, plan: Plan, storage: Tensor, leaves: Sequence[Tensor]) -> Any:
-    """Locks a tree whose leaves lie in a buffer as planned, and declares it consolidated.
+    """Locks a tree whose leaves, in the order of the layout, lie in a buffer; it is consolidated.
 
-    Args:
-        td: the tree.
-        tree: a description of it, or of the one that it was made from.
-        plan: its plan.
-        storage: the buffer.
-        leaves: its leaves, in the order of the layout.
+    `tree` describes it, or the one that it was made from.
     """
     compat.set_consolidated(td, storage, stock_metadata(tree, plan.layout))
     td = td.lock_()
@@ -113,19 +114,23 @@ def declare(td: Any, tree: Node, plan: Plan, storage: Tensor, leaves: Sequence[T
     return td
 
 
-def views_of(layout: Layout, storage: Tensor) -> list[Tensor]:
+def views_of(
+    layout: Layout, storage: Tensor, start: int = 0, stop: int | None = None
+) -> list[Tensor]:
     """One tensor per leaf of `layout`, in its order, all views of `storage`.
 
     Args:
         layout: the layout of the buffer.
         storage: uint8, one-dimensional, at least `layout.nbytes` long, storage offset 0.
+        start: the first leaf.
+        stop: the one after the last.
     """
     flats = {
         s.dtype: flat for s, flat in zip(layout.segments, segments_of(layout, storage), strict=True)
     }
     return [
         torch.as_strided(flats[dtype], shape, stride, offset)
-        for dtype, shape, stride, offset in _strides(layout)
+        for dtype, shape, stride, offset in _strides(layout)[start:stop]
     ]
 
 
@@ -293,19 +298,3 @@ def _found_placement(td: Any) -> Placement | None:
     if storage is None:
         return None
     return Placement(plan, constants_of(tree), storage, plan.placed(leaves))
-
-
-def first_difference(got: Layout, expected: Layout) -> str:
-    """One line on where two layouts differ first."""
-    for name in ("nodes", "leaves"):
-        left, right = ({x.path: x for x in getattr(side, name)} for side in (got, expected))
-        for path in sorted(left.keys() | right.keys()):
-            one, other = left.get(path), right.get(path)
-            if _without_place(one) != _without_place(other):
-                return f"at {path_str(path)}: got {one}, expected {other}"
-    return "none"
-
-
-def _without_place(spec: Any) -> Any:
-    """The place of a leaf follows from the leaves before it."""
-    return replace(spec, offset=0) if isinstance(spec, LeafSpec) else spec

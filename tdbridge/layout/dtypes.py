@@ -29,6 +29,9 @@ class DType:
     numpy: np.dtype | None
     itemsize: int
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # those of numpy and torch dtypes take ten times longer
+
     @property
     def crosses(self) -> bool:
         """Whether both sides have it."""

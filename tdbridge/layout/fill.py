@@ -50,7 +50,7 @@ def fill(
         leaves: plain tensors of the layout's dtypes and shapes, on any device.
     """
     at = 0
-    for run in _runs(layout) if storage.is_cpu else ():
+    for run in runs_of(layout) if storage.is_cpu else ():
         copy_all(views[at : run.start], leaves[at : run.start])
         at = run.start
         with suppress(RuntimeError):  # they lie on several devices
@@ -71,7 +71,7 @@ def fill_if_plain(layout: Layout, storage: Tensor, leaves: Sequence[Any]) -> boo
         False, and nothing is written, unless all leaves lie in a few runs and are plain tensors of
         the layout's dtypes and shapes.
     """
-    runs = _runs(layout)
+    runs = runs_of(layout)
     total = sum(run.stop - run.start for run in runs)
     if not (runs and total == len(leaves) and layout.nbytes <= _STACKS and storage.is_cpu):
         return False
@@ -108,14 +108,19 @@ def _stack(leaves: Sequence[Tensor]) -> Tensor:
 
 
 def _write(run: Run, storage: Tensor, stack: Tensor) -> None:
-    flat = storage.view(dtype_of(run.dtype).in_torch)
-    place = torch.as_strided(flat, (run.stop - run.start, *run.shape), run.stride, run.offset)
     with torch.no_grad():
-        place.copy_(stack)
+        place_of(run, storage).copy_(stack)
+
+
+def place_of(run: Run, storage: Tensor) -> Tensor:
+    """The leaves of a run in a buffer, stacked: a view."""
+    flat = storage.view(dtype_of(run.dtype).in_torch)
+    return torch.as_strided(flat, (run.stop - run.start, *run.shape), run.stride, run.offset)
 
 
 @lru_cache(maxsize=1024)
-def _runs(layout: Layout) -> tuple[Run, ...]:
+def runs_of(layout: Layout) -> tuple[Run, ...]:
+    """The runs of small leaves in a layout, in its order; other leaves stand between them."""
     runs, start = [], 0
     for (dtype, shape), group in groupby(layout.leaves, lambda leaf: (leaf.dtype, leaf.shape)):
         stop, size = start + len(list(group)), dtype_of(dtype).itemsize

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import Any
@@ -176,6 +176,22 @@ def make_layout(
         offset = padded(leaf.stop)
         placed.append(leaf)
     return Layout(tuple(placed), tuple(sorted(nodes, key=lambda node: node.path)))
+
+
+def first_difference(got: Layout, expected: Layout) -> str:
+    """One line on where two layouts differ first."""
+    for name in ("nodes", "leaves"):
+        left, right = ({x.path: x for x in getattr(side, name)} for side in (got, expected))
+        for path in sorted(left.keys() | right.keys()):
+            one, other = left.get(path), right.get(path)
+            if _without_place(one) != _without_place(other):
+                return f"at {path_str(path)}: got {one}, expected {other}"
+    return "none"
+
+
+def _without_place(spec: Any) -> Any:
+    """The place of a leaf follows from the leaves before it."""
+    return replace(spec, offset=0) if isinstance(spec, LeafSpec) else spec
 
 
 def padded(nbytes: int) -> int:

@@ -10,7 +10,17 @@ from torch import Tensor
 
 from tdbridge.cast.consolidated import cast_consolidated, cast_into
 from tdbridge.cast.numbers import cast_array, cast_tensors
-from tdbridge.cast.policy import Keep, Policy, Where, policy_of, target, targets_in, targets_of
+from tdbridge.cast.policy import (
+    Keep,
+    Policy,
+    Targets,
+    Where,
+    grouped,
+    policy_of,
+    target,
+    targets_in,
+    targets_of,
+)
 from tdbridge.convert.leaves import with_paths
 from tdbridge.convert.records import is_record, opened
 from tdbridge.layout.dtypes import DType
@@ -79,7 +89,7 @@ def cast_by(tree: Any, policy: Policy, out: Any = None) -> Any:
         tree = opened(tree)
         treedef, found = jax.tree.structure(tree, is_leaf=is_node), with_paths(tree, is_node)
     loose = [(path, value) for path, value in found if not is_node(value)]
-    targets = [target(policy, p, getattr(v, "dtype", None)) for p, v in loose]
+    targets = grouped([target(policy, p, getattr(v, "dtype", None)) for p, v in loose])
     new = iter(cast_leaves([value for _, value in loose], targets))
     values = [_cast_node(v, policy, p) if is_node(v) else next(new) for p, v in found]
     return jax.tree.unflatten(treedef, values)
@@ -110,24 +120,23 @@ def cast_packed(tree: PackedArrayDict, policy: Policy, path: Path) -> PackedArra
 @lru_cache(maxsize=256)
 def _segment_targets(
     layout: Layout, dtypes: Sequence[Any], policy: Policy, path: Path
-) -> list[DType | None] | None:
+) -> Targets | None:
     """What each segment is cast to; None when the leaves of one are cast to several dtypes."""
     found: dict[str, set[DType | None]] = {}
-    targets = targets_in(layout, policy, path, dtypes)
+    targets = targets_in(layout, policy, path, dtypes).each
     for leaf, wanted in zip(layout.leaves, targets, strict=True):
         found.setdefault(leaf.dtype, set()).add(wanted)
     divided = any(len(wanted) > 1 for wanted in found.values())
-    return None if divided else [wanted for (wanted,) in found.values()]
+    return None if divided else grouped([wanted for (wanted,) in found.values()])
 
 
-def cast_leaves(leaves: Sequence[Any], targets: Sequence[DType | None]) -> list[Any]:
+def cast_leaves(leaves: Sequence[Any], targets: Targets) -> list[Any]:
     """Each leaf in the dtype of its target; the same object where there is none.
 
     Leaves that are one object and have one target stay one.
     """
     new = list(leaves)
-    for dtype in {dtype.name: dtype for dtype in targets if dtype is not None}.values():
-        at = [i for i, wanted in enumerate(targets) if wanted is dtype]
+    for dtype, at in targets.groups:
         for cast_all, places in _by_side(leaves, at):
             own = {id(leaves[i]): leaves[i] for i in places}
             values = dict(zip(own, cast_all([*own.values()], dtype), strict=True))

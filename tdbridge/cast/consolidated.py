@@ -104,7 +104,7 @@ Ordered = Callable[[Any], Sequence[Tensor]]
 @lru_cache(maxsize=256)
 def _plan(old: Plan, policy: Policy, path: Path) -> tuple[Plan, Ordered]:
     """The plan of the result, and what brings leaves in the order of its layout."""
-    targets = targets_in(old.layout, policy, path)
+    targets = targets_in(old.layout, policy, path).each
     plan = recast(old, [dtype and dtype.name for dtype in targets])
     index = {leaf.path: i for i, leaf in enumerate(old.layout.leaves)}
     places = [index[leaf.path] for leaf in plan.layout.leaves]

@@ -7,9 +7,10 @@ The frameworks differ in three points; docs/cast.md has the table. One choice fo
 * float64 is rounded to float32 on its way to fewer bits, as in torch.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache, partial
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -50,34 +51,39 @@ def cast_tensors(tensors: Sequence[Tensor], dtype: DType) -> list[Tensor]:
 
     The bits are those that JAX gives for plain tensors; a subclass casts as it does itself.
     """
-    new = [tensor.to(dtype.in_torch) for tensor in tensors]
+    target = dtype.in_torch
+    new = [tensor.to(target) for tensor in tensors]
     if all_plain(tensors):
-        one_nan(zip(tensors, new, strict=True), dtype)
+        one_nan(list(zip(tensors, new, strict=True)), dtype)
     return new
 
 
-def one_nan(pairs: Iterable[tuple[Tensor, Tensor]], dtype: DType) -> None:
+def one_nan(pairs: Sequence[tuple[Tensor, Tensor]], dtype: DType) -> None:
     """Writes the one NaN of `dtype` into the second of each pair, where the first is NaN."""
     if not is_float(dtype):
         return
+    if not all(source.is_floating_point for source in {old.dtype for old, _ in pairs}):
+        pairs = [pair for pair in pairs if pair[0].dtype.is_floating_point]
     with torch.no_grad():
-        for group in _groups([pair for pair in pairs if pair[0].dtype.is_floating_point]):
+        for group in _groups(pairs):
             if _may_hold_nan(group):
                 for old, new in group:
                     bits = new.view(_SIGNED[dtype.itemsize])
                     bits.masked_fill_(old.isnan(), _nan_bits(dtype))
 
 
-def _groups(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
+def _groups(pairs: Sequence[tuple[Tensor, Tensor]]) -> Sequence[Sequence[tuple[Tensor, Tensor]]]:
     """Small ones on the CPU, which are asked at once, and any other alone."""
-    small, other = [], []
-    for pair in pairs:
-        together = pair[1].is_cpu and pair[1].numel() <= _SMALL
-        (small if together else other).append(pair)
+    new = [pair[1] for pair in pairs]
+    if all(map(_is_cpu, new)) and max(map(Tensor.numel, new), default=0) <= _SMALL:
+        return [pairs]
+    small = [pair for pair in pairs if pair[1].is_cpu and pair[1].numel() <= _SMALL]
+    other = [pair for pair in pairs if not (pair[1].is_cpu and pair[1].numel() <= _SMALL)]
     return [small, *([pair] for pair in other)]
 
 
 _SMALL = 2**12
+_is_cpu = attrgetter("is_cpu")
 
 
 def _may_hold_nan(group: Sequence[tuple[Tensor, Tensor]]) -> bool:
@@ -88,8 +94,9 @@ def _may_hold_nan(group: Sequence[tuple[Tensor, Tensor]]) -> bool:
     if not group or not group[0][1].is_cpu:
         return bool(group)
     # torch has no sum of float8.
-    sides = [new if new.itemsize > 1 else old for old, new in group]
-    if any(side.itemsize == 1 for side in sides):
+    by_new = group[0][1].itemsize > 1  # all of them: they are of one dtype
+    sides = [new for _, new in group] if by_new else [old for old, _ in group]
+    if not by_new and any(side.itemsize == 1 for side in sides):
         return True
     whole = sides[0] if len(sides) == 1 else torch.cat([*map(torch.flatten, sides)])
     # By rows first: the sum of all of a matrix with gaps between its rows takes ten times longer.

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -79,8 +79,29 @@ def _rules(keep: Keep) -> Iterable[Rule]:
         yield from ((rule, None) for rule in keep or ())
 
 
-def targets_of(node: Node, policy: Policy, start: Path = ()) -> tuple[DType | None, ...]:
-    """What each leaf of a tree is cast to, None where it stays; in the order of `leaves_of`.
+class Targets(NamedTuple):
+    """What the leaves of a tree are cast to.
+
+    Attributes:
+        each: the dtype of each leaf, None where it stays.
+        groups: each dtype with the positions of its leaves.
+    """
+
+    each: tuple[DType | None, ...]
+    groups: tuple[tuple[DType, tuple[int, ...]], ...]
+
+
+def grouped(each: Sequence[DType | None]) -> Targets:
+    """The targets of some leaves, grouped."""
+    groups: dict[DType, list[int]] = {}
+    for i, dtype in enumerate(each):
+        if dtype is not None:
+            groups.setdefault(dtype, []).append(i)
+    return Targets(tuple(each), tuple([(dtype, tuple(at)) for dtype, at in groups.items()]))
+
+
+def targets_of(node: Node, policy: Policy, start: Path = ()) -> Targets:
+    """What each leaf of a tree is cast to, in the order of `leaves_of`.
 
     Args:
         node: the described tree.
@@ -98,7 +119,7 @@ def targets_of(node: Node, policy: Policy, start: Path = ()) -> tuple[DType | No
 @lru_cache(maxsize=256)
 def targets_in(
     layout: Layout, policy: Policy, start: Path = (), dtypes: Sequence[Any] | None = None
-) -> tuple[DType | None, ...]:
+) -> Targets:
     """The same of a tree with this layout, in the order of the layout.
 
     Args:
@@ -123,12 +144,11 @@ def _targets(
     dtypes: Sequence[Any],
     shapes: Sequence[Any] | None,
     owners: Sequence[Own],
-) -> tuple[DType | None, ...]:
+) -> Targets:
     sizes = shapes or [()] * len(paths)
     filters = owners or [None] * len(paths)
-    return tuple(
-        [target(policy, *leaf) for leaf in zip(paths, dtypes, sizes, filters, strict=True)]
-    )
+    leaves = zip(paths, dtypes, sizes, filters, strict=True)
+    return grouped([target(policy, *leaf) for leaf in leaves])
 
 
 def target(

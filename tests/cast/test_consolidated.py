@@ -136,3 +136,12 @@ def test_another_out_is_refused():
     with pytest.raises(LayoutError, match="got `out` with a ArrayDict"):
         cast(ArrayDict({}), torch.bfloat16, out=whole)
     assert torch.equal(whole["x5"], td["x5"])
+
+
+def test_a_leaf_of_the_result_can_be_written_with_a_gradient():
+    """The leaves are views of one buffer that torch lets change one by one, as stock's are."""
+    whole = consolidate(TensorDict({f"x{i}": torch.ones(4) for i in range(5)}))
+    low = cast(whole, torch.bfloat16)
+    low["x1"].add_(torch.ones(4, dtype=torch.bfloat16, requires_grad=True))
+    assert low["x1"].tolist() == [2] * 4
+    assert low["x2"].tolist() == [1] * 4

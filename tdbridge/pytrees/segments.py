@@ -57,6 +57,9 @@ def slots_of(layout: Layout) -> ArrayDict:
 
 def _slots_of(layout: Layout) -> ArrayDict:
     nodes: dict[Path, Node] = {}
+    slots: dict[Path, dict[str, Slot]] = {spec.path: {} for spec in layout.nodes}
+    for path, slot in _places(layout):
+        slots[path[:-1]][path[-1]] = slot
     for spec in layout.nodes:  # parents first
         if spec.cls is PRNGKey:
             raise LeafTypeError(
@@ -69,17 +72,13 @@ def _slots_of(layout: Layout) -> ArrayDict:
             batch_size=spec.batch_size,
             names=spec.names,
             constants=spec.constants,
-            keys=(),
-            leaves=[],
+            keys=tuple(slots[spec.path]),
+            leaves=list(slots[spec.path].values()),
             nested=(),
             unbatched=frozenset(spec.unbatched),
         )
         if spec.path:
             nodes[spec.path[:-1]].nested += ((spec.path[-1], node),)
-    for path, slot in _places(layout):
-        node = nodes[path[:-1]]
-        node.keys += (path[-1],)
-        node.leaves.append(slot)
     return arraydict_of(nodes[()], iter(leaves_of(nodes[()])))
 
 

@@ -160,7 +160,7 @@ def check_nodes(tree: Node) -> None:
                 f"{where}: got an UnbatchedTensor, which a consolidated tensordict cannot hold: "
                 "expand it over the batch, or keep it outside."
             )
-        if "wrapped" in dict(node.constants) and node.cls in BUILDERS:
+        if node.cls in BUILDERS and "wrapped" in dict(node.constants):
             where = f"{path_str(path)}: " if path else ""
             raise LeafTypeError(
                 f"{where}got a lazy stack of a tensorclass: call `.contiguous()` first."

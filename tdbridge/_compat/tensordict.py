@@ -13,6 +13,7 @@ import copyreg
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, wraps
+from operator import attrgetter
 from typing import Any
 
 import tensordict
@@ -97,9 +98,53 @@ def _new_validated(
 
 def tensordict_of(node: Any) -> TensorDictBase:
     """The TensorDict inside a tensorclass; any other node as it is."""
-    if isinstance(node, TypedTensorDict):
-        return node._source
-    return node._tensordict if is_tensorclass(type(node)) else node
+    inner = _inner(type(node))
+    return node if inner is None else getattr(node, inner)
+
+
+@cache
+def _inner(cls: type) -> str | None:
+    """The attribute that holds it: stock takes 1 us to tell a tensorclass, in each call."""
+    if issubclass(cls, TypedTensorDict):
+        return "_source"
+    return "_tensordict" if is_tensorclass(cls) else None
+
+
+_own_entries, _own_names = attrgetter("_tensordict"), attrgetter("_td_dim_names")
+
+
+def entries_of(nodes: Sequence[Any]) -> list[Mapping[str, Any]]:
+    """The entries of each node by key, as they are stored, not to be written to.
+
+    0.1 us a node instead of 2, which counts where each sample of a batch is one.
+    """
+    inner = _plain(nodes)
+    try:
+        if inner is not None:
+            return list(map(_own_entries, inner))
+    except AttributeError:
+        pass
+    return list(map(_copied_entries, nodes))
+
+
+def _copied_entries(node: Any) -> dict[str, Any]:
+    return dict(tensordict_of(node).items())
+
+
+def all_unnamed(nodes: Sequence[Any]) -> bool:
+    """Whether no dimension of any node has a name. False says nothing: ask each of them."""
+    inner = _plain(nodes)
+    try:
+        return inner is not None and set(map(_own_names, inner)) == {None}
+    except (AttributeError, TypeError):  # there are lists of names
+        return False
+
+
+def _plain(nodes: Sequence[Any]) -> Sequence[Any] | None:
+    """The TensorDicts that the nodes are or hold; None when there are others."""
+    if {*map(type, nodes)} != {TensorDict}:
+        nodes = list(map(tensordict_of, nodes))
+    return nodes if {*map(type, nodes)} == {TensorDict} else None
 
 
 def set_consolidated(td: Any, storage: torch.Tensor, metadata: dict[str, Any]) -> None:

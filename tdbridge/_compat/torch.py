@@ -1,4 +1,4 @@
-"""torch: one fused copy, which tensors are not what they seem, and one more placement."""
+"""torch: one fused copy, shared memory, what tensors are not, and one more placement."""
 
 from collections.abc import Sequence
 from operator import attrgetter
@@ -29,6 +29,20 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
         else:
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source)
+
+
+_new_shared = getattr(torch.UntypedStorage, "_new_shared", None)
+
+
+def shared_bytes(count: int) -> torch.Tensor:
+    """`count` zero bytes in shared memory, page-aligned.
+
+    The public way allocates memory of its own first, only to copy it.
+    """
+    if _new_shared is None or not count:
+        return torch.zeros(count, dtype=torch.uint8, device="cpu").share_memory_()
+    empty = torch.empty(0, dtype=torch.uint8, device="cpu")
+    return empty.set_(_new_shared(count))
 
 
 _from_capsule = getattr(torch._C, "_from_dlpack", None)

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -15,8 +14,7 @@ from tdbridge._compat import tensordict as compat
 from tdbridge._compat.torch import have_memory, why_not_dense
 from tdbridge.errors import LayoutError, LeafTypeError
 from tdbridge.layout.allocate import allocate
-from tdbridge.layout.dtypes import dtype_of
-from tdbridge.layout.fill import fill, fill_if_plain
+from tdbridge.layout.fill import fill, fill_if_plain, place_of, runs_of
 from tdbridge.layout.placement import Placement, addresses_in, placement_of, remember, segments_of
 from tdbridge.layout.plan import Plan, constants_of, plan_of, skeleton_of, with_constants
 from tdbridge.layout.spec import (
@@ -25,7 +23,6 @@ from tdbridge.layout.spec import (
     Path,
     first_difference,
     path_str,
-    row_major,
 )
 from tdbridge.layout.stock import file_suffix, stock_metadata
 from tdbridge.layout.tree import BUILDERS, Node, leaves_of, paths_of, rebuild, tree_of, walk_nodes
@@ -114,37 +111,25 @@ def declare(td: Any, tree: Node, plan: Plan, storage: Tensor, leaves: Sequence[T
     return td
 
 
-def views_of(
-    layout: Layout, storage: Tensor, start: int = 0, stop: int | None = None
-) -> list[Tensor]:
-    """One tensor per leaf of `layout`, in its order, all views of `storage`.
+def views_of(layout: Layout, storage: Tensor) -> list[Tensor]:
+    """One tensor per leaf of `layout`, in its order, over the memory of `storage`.
+
+    Equal leaves that stand equally far apart are taken apart by one call, in half the time of a
+    view of each (measured). Detached, they are no parts of one whole to autograd, which lets none
+    of these be written to with a gradient; they still count writes together.
 
     Args:
         layout: the layout of the buffer.
         storage: uint8, one-dimensional, at least `layout.nbytes` long, storage offset 0.
-        start: the first leaf.
-        stop: the one after the last.
     """
-    flats = {
-        s.dtype: flat for s, flat in zip(layout.segments, segments_of(layout, storage), strict=True)
-    }
-    return [
-        torch.as_strided(flats[dtype], shape, stride, offset)
-        for dtype, shape, stride, offset in _strides(layout)[start:stop]
-    ]
-
-
-@lru_cache(maxsize=1024)
-def _strides(layout: Layout) -> tuple[tuple[str, tuple[int, ...], tuple[int, ...], int], ...]:
-    return tuple(
-        (
-            leaf.dtype,
-            leaf.shape,
-            row_major(leaf.shape),
-            leaf.offset // dtype_of(leaf.dtype).itemsize,
-        )
-        for leaf in layout.leaves
-    )
+    views: list[Tensor] = []
+    flats = dict(zip([s.dtype for s in layout.segments], segments_of(layout, storage), strict=True))
+    for run in runs_of(layout):
+        if run.stop - run.start == 1:
+            views.append(torch.as_strided(flats[run.dtype], run.shape, run.stride[1:], run.offset))
+        else:
+            views += map(Tensor.detach, place_of(run, storage).unbind())
+    return views
 
 
 def check_nodes(tree: Node) -> None:

@@ -50,7 +50,7 @@ def fill(
         leaves: plain tensors of the layout's dtypes and shapes, on any device.
     """
     at = 0
-    for run in runs_of(layout) if storage.is_cpu else ():
+    for run in _small_runs(layout) if storage.is_cpu else ():
         copy_all(views[at : run.start], leaves[at : run.start])
         at = run.start
         with suppress(RuntimeError):  # they lie on several devices
@@ -71,7 +71,7 @@ def fill_if_plain(layout: Layout, storage: Tensor, leaves: Sequence[Any]) -> boo
         False, and nothing is written, unless all leaves lie in a few runs and are plain tensors of
         the layout's dtypes and shapes.
     """
-    runs = runs_of(layout)
+    runs = _small_runs(layout)
     total = sum(run.stop - run.start for run in runs)
     if not (runs and total == len(leaves) and layout.nbytes <= _STACKS and storage.is_cpu):
         return False
@@ -119,17 +119,25 @@ def place_of(run: Run, storage: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=1024)
+def _small_runs(layout: Layout) -> tuple[Run, ...]:
+    """The runs that are worth a stack; other leaves stand between them."""
+    return tuple([run for run in runs_of(layout) if _is_small(run)])
+
+
+def _is_small(run: Run) -> bool:
+    nbytes = math.prod(run.shape) * dtype_of(run.dtype).itemsize
+    return run.stop - run.start >= _FEW and 0 < nbytes <= _SMALL
+
+
+@lru_cache(maxsize=1024)
 def runs_of(layout: Layout) -> tuple[Run, ...]:
-    """The runs of small leaves in a layout, in its order; other leaves stand between them."""
+    """All leaves of a layout in runs, in its order; a leaf unlike its neighbours is one of one."""
     runs, start = [], 0
     for (dtype, shape), group in groupby(layout.leaves, lambda leaf: (leaf.dtype, leaf.shape)):
-        stop, size = start + len(list(group)), dtype_of(dtype).itemsize
-        nbytes = math.prod(shape) * size
-        if stop - start >= _FEW and 0 < nbytes <= _SMALL:
-            step = (layout.leaves[start + 1].offset - layout.leaves[start].offset) // size
-            stride = (step, *row_major(shape))
-            for first in range(start, stop, _MOST):
-                offset = layout.leaves[first].offset // size
-                runs.append(Run(first, min(first + _MOST, stop), dtype, shape, stride, offset))
-        start = stop
+        offsets = [leaf.offset // dtype_of(dtype).itemsize for leaf in group]
+        stride = (offsets[-1] - offsets[-2] if len(offsets) > 1 else 0, *row_major(shape))
+        for first in range(0, len(offsets), _MOST):
+            stop = min(first + _MOST, len(offsets))
+            runs.append(Run(start + first, start + stop, dtype, shape, stride, offsets[first]))
+        start += len(offsets)
     return tuple(runs)

@@ -123,9 +123,7 @@ def _error_of(node: Node, leaves: Sequence[Any]) -> LeafTypeError:
 
 @lru_cache(maxsize=1024)
 def _plan(skeleton: Any, dtypes: Sequence[Any], shapes: Sequence[Any]) -> Plan:
-    paths: list[Path] = []
-    nodes: list[NodeSpec] = []
-    _collect(skeleton, (), paths, nodes)
+    nodes, paths = parts_of(skeleton)
     rows = [_row(*row) for row in zip(paths, dtypes, shapes, strict=True)]
     return _plan_of_rows(skeleton, rows, nodes)
 
@@ -155,6 +153,19 @@ def recast(plan: Plan, dtypes: Sequence[str | None]) -> Plan:
         for leaf, dtype in zip(plan.layout.leaves, dtypes, strict=True)
     ]
     return _plan_of_rows(plan.skeleton, [rows[i] for i in plan.order], plan.layout.nodes)
+
+
+def parts_of(skeleton: Any, start: Path = ()) -> tuple[list[NodeSpec], list[Path]]:
+    """The nodes of a skeleton, parents first, and the paths of its leaves in the tree's own order.
+
+    Args:
+        skeleton: what `skeleton_of` gives.
+        start: the path of the tree itself.
+    """
+    nodes: list[NodeSpec] = []
+    paths: list[Path] = []
+    _collect(skeleton, start, paths, nodes)
+    return nodes, paths
 
 
 def _collect(skeleton: Any, path: Path, paths: list[Path], nodes: list[NodeSpec]) -> None:

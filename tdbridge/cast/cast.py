@@ -1,6 +1,6 @@
 """`cast`: some leaves of a tree in another dtype, the rest as they are."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -9,7 +9,7 @@ from tensordict import is_floating, is_tensor_collection
 from torch import Tensor
 
 from tdbridge.cast.consolidated import cast_consolidated, cast_into
-from tdbridge.cast.numbers import cast_array, cast_tensors
+from tdbridge.cast.numbers import cast_array
 from tdbridge.cast.policy import (
     Keep,
     Policy,
@@ -21,6 +21,7 @@ from tdbridge.cast.policy import (
     targets_in,
     targets_of,
 )
+from tdbridge.cast.tensors import cast_tensors
 from tdbridge.convert.leaves import with_paths
 from tdbridge.convert.records import is_record, opened
 from tdbridge.layout.dtypes import DType
@@ -137,24 +138,27 @@ def cast_leaves(leaves: Sequence[Any], targets: Targets) -> list[Any]:
     """
     new = list(leaves)
     for dtype, at in targets.groups:
-        for cast_all, places in _by_side(leaves, at):
-            own = {id(leaves[i]): leaves[i] for i in places}
-            values = dict(zip(own, cast_all([*own.values()], dtype), strict=True))
-            for i in places:
-                new[i] = values[id(leaves[i])]
+        chosen = [leaves[i] for i in at]
+        for i, value in zip(at, _cast_all(chosen, dtype), strict=True):
+            new[i] = value
     return new
 
 
-def _by_side(
-    leaves: Sequence[Any], at: Sequence[int]
-) -> Iterable[tuple[Callable[[Sequence[Any], DType], list[Any]], Sequence[int]]]:
-    """How leaves of torch and how any other ones are cast, with their positions."""
-    tensors = [i for i in at if isinstance(leaves[i], Tensor)]
-    if tensors:
-        yield cast_tensors, tensors
-    if len(tensors) < len(at):
-        yield _cast_arrays, [i for i in at if not isinstance(leaves[i], Tensor)]
+def _cast_all(leaves: Sequence[Any], dtype: DType) -> Sequence[Any]:
+    ids = [*map(id, leaves)]
+    own = dict(zip(ids, leaves, strict=True))
+    new = _cast_unequal([*own.values()], dtype)
+    if len(new) == len(leaves):
+        return new
+    found = dict(zip(own, new, strict=True))
+    return [found[key] for key in ids]
 
 
-def _cast_arrays(arrays: Sequence[Any], dtype: DType) -> list[Any]:
-    return [cast_array(array, dtype) for array in arrays]
+def _cast_unequal(leaves: Sequence[Any], dtype: DType) -> list[Any]:
+    """Leaves of which no two are one object."""
+    if all(issubclass(kind, Tensor) for kind in {*map(type, leaves)}):
+        return cast_tensors(leaves, dtype)
+    return [
+        cast_tensors([leaf], dtype)[0] if isinstance(leaf, Tensor) else cast_array(leaf, dtype)
+        for leaf in leaves
+    ]

@@ -9,9 +9,9 @@ import torch
 from tensordict import is_tensor_collection
 from torch import Tensor
 
-from tdbridge._compat.torch import copy_all
-from tdbridge.cast.moves import move, settle
+from tdbridge.cast.moves import move, moves_between
 from tdbridge.cast.policy import Policy, targets_in
+from tdbridge.cast.tensors import copy_all_cast
 from tdbridge.errors import LayoutError
 from tdbridge.layout.allocate import allocate
 from tdbridge.layout.buffer import (
@@ -28,6 +28,8 @@ from tdbridge.layout.plan import Plan, constants_of, recast
 from tdbridge.layout.spec import Path
 from tdbridge.layout.tree import rebuild, tree_of
 
+Ordered = Callable[[Any], Sequence[Tensor]]
+
 
 def cast_consolidated(td: Any, policy: Policy, path: Path) -> Any:
     """The tree in a buffer of its new layout, declared consolidated and locked; itself if equal.
@@ -35,7 +37,7 @@ def cast_consolidated(td: Any, policy: Policy, path: Path) -> Any:
     None when `td` is no consolidated tree of ours, or one whose gradients are asked for.
     """
     placement = _placement(td)
-    if placement is None:
+    if placement is None or _asks_for_gradients(placement):
         return None
     plan, in_order = _plan(placement.plan, policy, path)
     if plan.layout == placement.layout:
@@ -43,10 +45,11 @@ def cast_consolidated(td: Any, policy: Policy, path: Path) -> Any:
     tree = tree_of(td)
     check_nodes(tree)
     with allocate(plan.layout, placement.storage.device) as storage:
-        views = views_of(plan.layout, storage)
-        _move(placement, plan, storage, (in_order(placement.leaves), views))
-    new = rebuild(tree, iter([views[i] for i in plan.order]), storage.device)
-    return declare(new, tree, plan, storage, views)
+        new = Placement(plan, placement.constants, storage, views_of(plan.layout, storage))
+        _move(placement, new, in_order)
+    leaves = map(new.leaves.__getitem__, plan.order)
+    td = rebuild(tree, leaves, storage.device)
+    return declare(td, tree, plan, storage, new.leaves)
 
 
 def cast_into(out: Any, tree: Any, policy: Policy) -> Any:
@@ -57,7 +60,7 @@ def cast_into(out: Any, tree: Any, policy: Policy) -> Any:
     if placement is not None:
         plan, in_order = _plan(placement.plan, policy, ())
         there = placement_to_fill(out, plan, placement.constants)
-        _move(placement, plan, there.storage, (in_order(placement.leaves), there.leaves))
+        _move(placement, there, in_order)
         return out
     node = tree_of(tree)
     check_nodes(node)
@@ -65,30 +68,28 @@ def cast_into(out: Any, tree: Any, policy: Policy) -> Any:
     plan, in_order = _plan(old, policy, ())
     there = placement_to_fill(out, plan, constants_of(node))
     own = outside(there.storage, in_order(old.placed(leaves)))
-    copy_all(there.leaves, own)
-    settle(list(zip(own, there.leaves, strict=True)))
+    copy_all_cast(own, there.leaves)
     return out
 
 
-def _move(
-    old: Placement, plan: Plan, storage: Tensor, leaves: tuple[Sequence[Tensor], Sequence[Tensor]]
-) -> None:
-    move((old.layout, plan.layout), (old.storage, storage), leaves)
-
-
-_requires_grad = attrgetter("requires_grad")
+def _move(old: Placement, new: Placement, in_order: Ordered) -> None:
+    moves = moves_between(old.layout, new.layout)
+    if moves is None:
+        copy_all_cast(in_order(old.leaves), new.leaves)
+    else:
+        move(moves, old.segments, new.segments)
 
 
 def _placement(td: Any) -> Placement | None:
     placement = placement_for(td) if is_tensor_collection(td) else None
-    if placement is None or not placement.holds:
-        return None
-    if torch.is_grad_enabled() and any(map(_requires_grad, placement.leaves)):
-        return None
-    return placement
+    return placement if placement is not None and placement.holds else None
 
 
-Ordered = Callable[[Any], Sequence[Tensor]]
+def _asks_for_gradients(placement: Placement) -> bool:
+    return torch.is_grad_enabled() and any(map(_requires_grad, placement.leaves))
+
+
+_requires_grad = attrgetter("requires_grad")
 
 
 @lru_cache(maxsize=256)

@@ -12,18 +12,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tdbridge._compat.torch import copy_all
-from tdbridge.cast.numbers import one_nan
+from tdbridge.cast.tensors import copy_cast
 from tdbridge.layout.dtypes import dtype_of
-from tdbridge.layout.placement import segments_of
-from tdbridge.layout.spec import Layout
+from tdbridge.layout.spec import Layout, Path
 
 
 class Move(NamedTuple):
     """`rows` times `numel` elements, `step` apart; the segments and starts on either side."""
 
-    old: str
-    new: str
+    old: int
+    new: int
     rows: int
     numel: int
     old_start: int
@@ -32,55 +30,18 @@ class Move(NamedTuple):
     new_step: int
 
 
-def move(
-    layouts: tuple[Layout, Layout],
-    storages: tuple[Tensor, Tensor],
-    leaves: tuple[Sequence[Tensor], Sequence[Tensor]],
-) -> None:
+def move(moves: Sequence[Move], old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
     """Casts what lies in one buffer into another one.
 
     Args:
-        layouts: the old one, and the new one: of the same paths and shapes.
-        storages: the buffers.
-        leaves: the leaves in the first, and the places for them in the second; both in the order
-            of the second layout.
+        moves: what `moves_between` found.
+        old: the segments of the first buffer.
+        new: those of the second.
     """
-    moves = _moves(*layouts)
-    with torch.no_grad():
-        if len(moves) > _MANY:  # odd sizes: one fused call takes less time than many
-            pairs = list(zip(*leaves, strict=True))
-            copy_all(leaves[1], leaves[0])
-        else:
-            pairs = _pairs(moves, layouts, storages)
-            for old, new in pairs:
-                new.copy_(old)
-    settle(pairs)
-
-
-def settle(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """What a cast by `copy_` leaves to be done, the second of each pair being that of the first."""
-    for dtype in {new.dtype for old, new in pairs if old.dtype != new.dtype}:
-        own = [(old, new) for old, new in pairs if new.dtype == dtype and old.dtype != dtype]
-        one_nan(own, dtype_of(dtype))
-
-
-_MANY = 16
-
-
-def _pairs(
-    moves: Sequence[Move], layouts: tuple[Layout, Layout], storages: tuple[Tensor, Tensor]
-) -> list[tuple[Tensor, Tensor]]:
-    old, new = (
-        {s.dtype: flat for s, flat in zip(own.segments, segments_of(own, storage), strict=True)}
-        for own, storage in zip(layouts, storages, strict=True)
-    )
-    return [
-        (
-            _rows(old[m.old], m.rows, m.numel, m.old_step, m.old_start),
-            _rows(new[m.new], m.rows, m.numel, m.new_step, m.new_start),
-        )
-        for m in moves
-    ]
+    for m in moves:
+        source = _rows(old[m.old], m.rows, m.numel, m.old_step, m.old_start)
+        target = _rows(new[m.new], m.rows, m.numel, m.new_step, m.new_start)
+        copy_cast(source, target)
 
 
 def _rows(flat: Tensor, count: int, numel: int, step: int, start: int) -> Tensor:
@@ -90,17 +51,31 @@ def _rows(flat: Tensor, count: int, numel: int, step: int, start: int) -> Tensor
 
 
 @lru_cache(maxsize=256)
-def _moves(old: Layout, new: Layout) -> list[Move]:
-    starts, moves = {leaf.path: leaf for leaf in old.leaves}, []
-    bases = [{s.dtype: s.offset for s in layout.segments} for layout in (old, new)]
+def moves_between(old: Layout, new: Layout) -> list[Move] | None:
+    """What to move from a buffer to one of another layout of the same paths and shapes.
+
+    None for leaves of many odd sizes: one fused call takes less time for them.
+    """
+    moves, starts, stops = [], _places(old), _places(new)
     for leaf in new.leaves:
-        was = starts[leaf.path]
-        start = (was.offset - bases[0][was.dtype]) // dtype_of(was.dtype).itemsize
-        stop = (leaf.offset - bases[1][leaf.dtype]) // dtype_of(leaf.dtype).itemsize
-        one = Move(was.dtype, leaf.dtype, 1, leaf.numel, start, 0, stop, 0)
+        (i, start), (j, stop) = starts[leaf.path], stops[leaf.path]
         if leaf.numel:
-            moves.append(one)
-    return _grouped(_grouped(moves, _flat), _row)
+            moves.append(Move(i, j, 1, leaf.numel, start, 0, stop, 0))
+    moves = _grouped(_grouped(moves, _flat), _row)
+    return moves if len(moves) <= _MANY else None
+
+
+_MANY = 16
+
+
+def _places(layout: Layout) -> dict[Path, tuple[int, int]]:
+    """The segment of each leaf, and where in it the leaf starts."""
+    segments = {segment.dtype: (i, segment.offset) for i, segment in enumerate(layout.segments)}
+    places = {}
+    for leaf in layout.leaves:
+        i, start = segments[leaf.dtype]
+        places[leaf.path] = i, (leaf.offset - start) // dtype_of(leaf.dtype).itemsize
+    return places
 
 
 def _grouped(moves: Sequence[Move], joined: Callable[[Move, Move], Move | None]) -> list[Move]:

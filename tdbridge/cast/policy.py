@@ -1,9 +1,9 @@
 """Which leaves of a tree are cast, and to which dtype: judged by path, dtype and shape alone."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,8 +12,9 @@ from tensordict import is_floating
 
 from tdbridge.errors import LeafTypeError
 from tdbridge.layout.dtypes import DType, dtype_of
+from tdbridge.layout.plan import parts_of, skeleton_of
 from tdbridge.layout.spec import Layout, Path
-from tdbridge.layout.tree import Node, leaves_of, paths_of, walk_nodes
+from tdbridge.layout.tree import Node, leaves_of, walk_nodes
 
 Where = Callable[..., Any]
 Keep = str | Iterable[str] | Mapping[str, Any] | Callable[[Path], Any] | None
@@ -21,8 +22,7 @@ Rule = tuple[str | Callable[[Path], Any], DType | None]
 Own = tuple[Where, Path] | None
 
 
-@dataclass(frozen=True)
-class Policy:
+class Policy(NamedTuple):
     """What `cast` was asked for.
 
     Attributes:
@@ -108,11 +108,33 @@ def targets_of(node: Node, policy: Policy, start: Path = ()) -> Targets:
         policy: what was asked for.
         start: the path of the tree itself.
     """
-    leaves, paths = leaves_of(node), tuple(paths_of(node, start))
-    owners = _owners(((path, child.cls) for path, child in walk_nodes(node, start)), paths)
-    dtypes = tuple([getattr(leaf, "dtype", None) for leaf in leaves])
+    leaves, filtered = leaves_of(node), any(_own_filter(n.cls) for _, n in walk_nodes(node))
+    dtypes = _dtypes(leaves)
     # Only the filter of a class is given a shape, and hashing a thousand of them takes its time.
-    shapes = tuple([getattr(leaf, "shape", ()) for leaf in leaves]) if owners else None
+    shapes = tuple([getattr(leaf, "shape", ()) for leaf in leaves]) if filtered else None
+    return _targets_of(skeleton_of(node), policy, start, dtypes, shapes)
+
+
+_dtype = attrgetter("dtype")
+
+
+def _dtypes(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    try:
+        return tuple(map(_dtype, leaves))
+    except AttributeError:  # one of them is no array
+        return tuple([getattr(leaf, "dtype", None) for leaf in leaves])
+
+
+@lru_cache(maxsize=256)
+def _targets_of(
+    skeleton: Any,
+    policy: Policy,
+    start: Path,
+    dtypes: Sequence[Any],
+    shapes: Sequence[Any] | None,
+) -> Targets:
+    nodes, paths = parts_of(skeleton, start)
+    owners = _owners(((node.path, node.cls) for node in nodes), paths)
     return _targets(policy, paths, dtypes, shapes, owners)
 
 
@@ -137,7 +159,6 @@ def targets_in(
     return _targets(policy, paths, tuple([now[leaf.dtype] for leaf in leaves]), shapes, owners)
 
 
-@lru_cache(maxsize=256)
 def _targets(
     policy: Policy,
     paths: Sequence[Path],
@@ -197,6 +218,10 @@ def _is_chosen(
     return bool(policy.where(stand_in))
 
 
+def _own_filter(cls: type) -> Where | None:
+    return getattr(cls, "_cast_filter", None)
+
+
 def _owners(nodes: Iterable[tuple[Path, type]], paths: Sequence[Path]) -> tuple[Own, ...]:
     """Per leaf the `cast_filter` of the nearest class above it; empty where no class has one.
 
@@ -206,6 +231,6 @@ def _owners(nodes: Iterable[tuple[Path, type]], paths: Sequence[Path]) -> tuple[
     """
     found: dict[Path, Own] = {}
     for path, cls in nodes:
-        own = getattr(cls, "_cast_filter", None)
+        own = _own_filter(cls)
         found[path] = found.get(path[:-1]) if own is None else (own, path)
     return tuple([found[path[:-1]] for path in paths]) if any(found.values()) else ()

@@ -16,6 +16,12 @@ from tdbridge.layout.dtypes import dtype_of
 Narrow = Literal["exact", "allow", "never"]
 
 
+def check_narrow_argument(narrow: str) -> None:
+    """Raises a ValueError for anything but one of these words."""
+    if narrow not in ("exact", "allow", "never"):
+        raise ValueError(f'narrow is "exact", "allow" or "never", got {narrow!r}.')
+
+
 def check_narrow(paths: Paths, tensors: Sequence[torch.Tensor], narrow: Narrow) -> None:
     """Sees that no tensor that JAX would narrow to 32 bits loses values by it.
 

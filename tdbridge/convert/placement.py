@@ -7,10 +7,12 @@ import jax
 import numpy as np
 import torch
 from jax.core import Tracer
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, Sharding
 
 from tdbridge._compat.jax import wait
 from tdbridge.convert.leaves import Parts, refuse_paths, with_paths
+from tdbridge.convert.sharing import lines
+from tdbridge.errors import LayoutError
 from tdbridge.layout.spec import Path, path_str
 from tdbridge.layout.tree import is_node, tree_of, walk_nodes
 
@@ -98,6 +100,32 @@ def _check_entries(entries: dict[Path, Any]) -> None:
             "expected a jax.Device or a jax.sharding.Sharding, or a tree of them; of a "
             f"PartitionSpec, make a NamedSharding(mesh, spec):\n{text}"
         )
+
+
+def refuse_uneven(parts: Parts, places: Places) -> None:
+    """Refuses shardings that cut a leaf in unequal parts, or along a dimension that it lacks.
+
+    Raises:
+        LayoutError: there is one; it lists all such leaves.
+    """
+    # No places when nothing moves.
+    reasons = [_why_uneven(*pair) for pair in zip(parts.leaves, places, strict=False)]
+    if any(reasons):
+        raise LayoutError(
+            f"sharding= cannot cut:\n{lines(parts.paths(), reasons)}\n"
+            "Pad the batch, or pass a tree of shardings with another one for these leaves."
+        )
+
+
+def _why_uneven(leaf: Any, place: Any) -> str | None:
+    if not isinstance(place, Sharding):
+        return None
+    try:
+        place.shard_shape(tuple(leaf.shape))
+    except (ValueError, AssertionError, IndexError):
+        what = place.spec if isinstance(place, NamedSharding) else place
+        return f"shape {tuple(leaf.shape)} over {what} of {len(place.device_set)} devices"
+    return None
 
 
 def placed(leaves: Sequence[Any], places: Places) -> Sequence[Any]:

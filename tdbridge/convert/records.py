@@ -1,7 +1,7 @@
 """Dataclasses that JAX takes for leaves: nodes of those of their fields that hold what crosses."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cached_property
 from inspect import getmembers_static
@@ -31,8 +31,7 @@ def opened(tree: Any, inside: tuple[Any, ...] = ()) -> Any:
     def open_one(leaf: Any) -> Any:
         if not is_record(type(leaf)) or any(leaf is outer for outer in inside):
             return leaf
-        found = {f.name: getattr(leaf, f.name) for f in fields(leaf) if hasattr(leaf, f.name)}
-        found = {name: opened(value, (*inside, leaf)) for name, value in found.items()}
+        found = {name: opened(v, (*inside, leaf)) for name, v in fields_of(leaf).items()}
         held = {name: value for name, value in found.items() if _holds_arrays(value)}
         return _Record(leaf, held) if held else leaf
 
@@ -58,11 +57,21 @@ class _Record:
 
     @classmethod
     def tree_unflatten(cls, record: "_Record", values: Sequence[Any]) -> Any:
-        """A shallow copy of the dataclass with other values in these fields: no construction."""
-        new = copy.copy(record.source)
-        for name, value in zip(record.held, values, strict=True):
-            object.__setattr__(new, name, value)  # it may be frozen
-        for name, member in getmembers_static(type(new)):
-            if isinstance(member, cached_property):  # computed from the old values
-                vars(new).pop(name, None)
-        return new
+        """The dataclass with other values in these fields."""
+        return with_fields(record.source, dict(zip(record.held, values, strict=True)))
+
+
+def fields_of(record: Any) -> dict[str, Any]:
+    """The values of the fields of a dataclass, those that are set."""
+    return {f.name: getattr(record, f.name) for f in fields(record) if hasattr(record, f.name)}
+
+
+def with_fields(record: Any, values: Mapping[str, Any]) -> Any:
+    """A shallow copy of a dataclass with other values in these fields: no construction."""
+    new = copy.copy(record)
+    for name, value in values.items():
+        object.__setattr__(new, name, value)  # it may be frozen
+    for name, member in getmembers_static(type(new)):
+        if isinstance(member, cached_property):  # computed from the old values
+            vars(new).pop(name, None)
+    return new

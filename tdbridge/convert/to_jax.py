@@ -20,9 +20,9 @@ from tdbridge.convert.dlpack import (
 )
 from tdbridge.convert.dtensor import global_array, local_shard, why_not_global
 from tdbridge.convert.leaves import Parts, is_unpacked, replace_some, spread, take_apart, tied
-from tdbridge.convert.narrowing import Narrow, check_narrow
+from tdbridge.convert.narrowing import Narrow, check_narrow, check_narrow_argument
 from tdbridge.convert.packing import pack_tree
-from tdbridge.convert.placement import Places, placed, places_of
+from tdbridge.convert.placement import Places, placed, places_of, refuse_uneven
 from tdbridge.convert.sharing import (
     DELETED,
     Paths,
@@ -91,7 +91,7 @@ def to_jax(
         LeafTypeError: leaves that cannot be carried (sparse, nested, quantized, a Partial DTensor,
             a deleted jax array that would be moved, ...).
         NarrowingError: 64-bit leaves that would lose values.
-        LayoutError: a tree of shardings that has other paths.
+        LayoutError: a tree of shardings that has other paths, or one that cuts a leaf unevenly.
         CopyError: `copy=False` and leaves that cannot be shared. Each of these errors lists every
             such leaf, before anything is converted.
 
@@ -122,6 +122,7 @@ def to_jax(
     parts = take_apart(tree, is_unpacked)
     places = places_of(parts, device, sharding)
     _refuse_deleted(parts, places)
+    refuse_uneven(parts, places)
     new = placed(replace_some(parts, crosses_to_jax, convert), places)
     if Switch.on:
         follow(parts.paths, parts.leaves, new)
@@ -155,8 +156,7 @@ def _check_arguments(copy: Any, device: Any, sharding: Any, narrow: str, packed:
         raise ValueError(f"copy is None, True or False, got {copy!r}.")
     if device is not None and sharding is not None:
         raise ValueError("pass `device` or `sharding`, not both.")
-    if narrow not in ("exact", "allow", "never"):
-        raise ValueError(f'narrow is "exact", "allow" or "never", got {narrow!r}.')
+    check_narrow_argument(narrow)
     if not isinstance(packed, bool):
         raise ValueError(f"packed is True or False, got {packed!r}.")
     if copy is False and (device is not None or sharding is not None):

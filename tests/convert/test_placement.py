@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from tdbridge import ArrayDict, LeafTypeError, consolidate, to_jax, to_torch
+from tdbridge import ArrayDict, LayoutError, LeafTypeError, consolidate, to_jax, to_torch
 from tests import zoo
 from tests.convert.trees import address, listed, pairs, x64_for
 
@@ -241,3 +241,19 @@ def test_what_is_no_sharding_is_named():
         "['a']": "got P('x',).",
         "['b', '0']": "got 'cpu'.",
     }
+
+
+def test_a_leaf_that_a_sharding_cannot_cut_is_named():
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices("cpu")[:4])
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    batch = {"x": torch.zeros(8, 2), "count": torch.tensor(3), "odd": torch.zeros(6)}
+    with pytest.raises(LayoutError) as error:
+        to_jax(batch, sharding=sharding)
+    text = str(error.value)
+    assert "['count']: shape () over" in text
+    assert "['odd']: shape (6,) over" in text
+    assert "of 4 devices" in text
+    assert "['x']" not in text
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    found = to_jax(batch, sharding={"x": sharding, "count": whole, "odd": whole})
+    assert found["x"].sharding == sharding

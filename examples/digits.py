@@ -12,13 +12,13 @@ stand in the order in which things happen:
 `python examples/digits.py` runs it, `--help` shows the options.
 """
 
-import itertools
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -35,10 +35,10 @@ from rich.progress import Progress
 from tensordict import TensorDict
 from torch import nn
 from torchdata.stateful_dataloader import StatefulDataLoader
-from torchdata.stateful_dataloader.sampler import RandomSampler
 
 import tdbridge
 from tdbridge import ArrayDict
+from tdbridge.loaders import Loader, Rows, collate
 
 PIXELS, HIDDEN, CLASSES = 64, 256, 10
 BATCH, TEST_ROWS, SEED = 64, 360, 0
@@ -64,36 +64,15 @@ def write_digits(workdir: Path) -> None:
     data[:TEST_ROWS].memmap(workdir / "test")
 
 
-class Rows(torch.utils.data.Dataset[TensorDict]):
-    """The rows of a TensorDict, without its `state_dict`.
-
-    With one, the loader would take the data for a part of its own state.
-    """
-
-    def __init__(self, data: TensorDict) -> None:
-        self.data = data
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitems__(self, rows: list[int]) -> TensorDict:
-        return self.data[torch.tensor(rows)]  # one gather for all rows of the batch
-
-
-def make_loader(workdir: Path) -> StatefulDataLoader:
-    """Shuffle the training rows into batches of one size."""
+def make_loader(workdir: Path, log: "Log") -> Loader:
+    """Shuffle the training rows into batches of one size, and hand them to JAX."""
     rows = Rows(TensorDict.load_memmap(workdir / "train"))
-    # A generator for the sampler alone. The loader would draw from a shared one too, and after a
-    # resume it draws at another moment: the next epoch would be shuffled in another way.
-    sampler = RandomSampler(rows, generator=torch.Generator().manual_seed(SEED))
-    return StatefulDataLoader(
-        rows, BATCH, sampler=sampler, drop_last=True, collate_fn=lambda batch: batch
+    generator = torch.Generator().manual_seed(SEED)
+    source = StatefulDataLoader(
+        rows, BATCH, shuffle=True, generator=generator, drop_last=True, collate_fn=collate
     )
-
-
-def endless(loader: StatefulDataLoader) -> Iterator[TensorDict]:
-    """Epoch after epoch, from where the loader stands."""
-    return itertools.chain.from_iterable(itertools.repeat(loader))
+    # The images are shared; the int64 labels are checked to fit into int32, and narrowed.
+    return Loader(source, to="jax", transform=log.see)
 
 
 # 2. The training, in JAX.
@@ -106,12 +85,25 @@ class State(NamedTuple):
     opt_state: optax.OptState
 
 
-class Log(NamedTuple):
+class Log:
     """What was seen of each batch: its loss, and how it arrived in JAX."""
 
-    losses: list[float]
-    shared: list[bool]
-    label_dtypes: list[str]
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.shared: list[bool] = []
+        self.label_dtypes: set[str] = set()
+        self._addresses: deque[int] = deque()  # of the batches on their way, in their order
+
+    def see(self, batch: TensorDict) -> TensorDict:
+        """Note where torch wrote the images of a batch, before it is JAX's."""
+        self._addresses.append(batch["image"].data_ptr())
+        return batch
+
+    def note(self, batch: ArrayDict, loss: jax.Array) -> None:
+        """Note how the batch arrived, and its loss."""
+        self.shared.append(batch["image"].unsafe_buffer_pointer() == self._addresses.popleft())
+        self.label_dtypes.add(str(batch["label"].dtype))
+        self.losses.append(float(loss))
 
 
 def init() -> State:
@@ -148,17 +140,13 @@ def step(state: State, batch: ArrayDict) -> tuple[State, jax.Array]:
     return State(params, opt_state), loss
 
 
-def train(state: State, batches: Iterable[TensorDict], log: Log) -> State:
-    """Train on the loader's batches, and note in `log` what was seen."""
-    for batch in batches:
-        # The images are shared; the int64 labels are checked to fit into int32, and narrowed. On
-        # the CPU the array IS the torch tensor: nobody may write into the batch from here on.
-        arrays = tdbridge.to_jax(batch)
-        log.shared.append(arrays["image"].unsafe_buffer_pointer() == batch["image"].data_ptr())
-        log.label_dtypes.append(str(arrays["label"].dtype))
-        state, loss = step(state, arrays)
-        log.losses.append(float(loss))
-    return state
+def train(state: State, loader: Loader, epochs: int, log: Log) -> Iterator[State]:
+    """Train from where the loader stands, to the end of the last epoch; give each new state."""
+    while loader.epoch < epochs:
+        for batch in loader:
+            state, loss = step(state, batch)
+            log.note(batch, loss)
+            yield state
 
 
 # Saving half way, and going on in a new process.
@@ -176,26 +164,26 @@ def bits(arrays: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
     return {name: (x.dtype, x.shape, x.tobytes()) for name, x in plain.items()}
 
 
-def save_state(workdir: Path, state: State, loader: StatefulDataLoader) -> None:
-    """Save all that a new process needs."""
+def save_state(workdir: Path, state: State, loader: Loader) -> None:
+    """Save all that a new process needs: the loader's position too, behind the last batch used."""
     # A checkpoint is made of names and arrays. Optax's namedtuples are neither, their leaves are.
-    tdbridge.checkpoint.save(workdir / "halfway", by_name(state), format="orbax", overwrite=True)
-    torch.save(loader.state_dict(), workdir / "loader.pt")
+    tree = {"state": by_name(state), "loader": loader.state_dict()}
+    tdbridge.checkpoint.save(workdir / "halfway", tree, format="orbax", overwrite=True)
 
 
-def load_state(workdir: Path, loader: StatefulDataLoader) -> State:
+def load_state(workdir: Path, loader: Loader) -> State:
     """Set the loader to where it was, and return the rest. Nothing in the files is executed."""
-    loader.load_state_dict(torch.load(workdir / "loader.pt", weights_only=True))
-    leaves = tdbridge.checkpoint.load(workdir / "halfway", to="jax")
-    fresh = init()  # has the structure; the files have the values
+    tree = tdbridge.checkpoint.load(workdir / "halfway", to="jax")
+    loader.load_state_dict(tree["loader"])
+    leaves, fresh = tree["state"], init()  # one has the values, the other the structure
     return jax.tree.unflatten(jax.tree.structure(fresh), [leaves[name] for name in by_name(fresh)])
 
 
-def resume(workdir: Path, steps: int) -> None:
+def resume(workdir: Path, epochs: int) -> None:
     """In the new process: train the rest, from the directory alone, and write the result."""
-    loader, log = make_loader(workdir), Log([], [], [])
-    state = load_state(workdir, loader)
-    state = train(state, itertools.islice(endless(loader), steps), log)
+    log = Log()
+    loader = make_loader(workdir, log)
+    *_, state = train(load_state(workdir, loader), loader, epochs, log)
     np.savez(workdir / "resumed.npz", losses=np.array(log.losses), **by_name(state))
 
 
@@ -208,17 +196,17 @@ def run_python(*command: object) -> None:
 
 def train_with_a_break(workdir: Path, epochs: int) -> tuple[ArrayDict, Log, bool]:
     """Train through; say too whether a new process, from half way on, reached the same bits."""
-    loader, log = make_loader(workdir), Log([], [], [])
+    state, log = init(), Log()
+    loader = make_loader(workdir, log)
     total = epochs * len(loader)
     half = epochs // 2 * len(loader) + len(loader) // 2  # inside an epoch, the harder place
     with Progress(console=Console(stderr=True)) as progress:
-        batches = itertools.islice(endless(loader), total)
-        batches = iter(progress.track(batches, total=total, description="training"))
-        state = train(init(), itertools.islice(batches, half), log)
-        save_state(workdir, state, loader)
-        state = train(state, batches, log)
+        states = train(state, loader, epochs, log)
+        for state in progress.track(states, total=total, description="training"):
+            if len(log.losses) == half:
+                save_state(workdir, state, loader)
 
-    run_python(__file__, "--workdir", workdir, "--resume", total - half)
+    run_python(__file__, "--workdir", workdir, "--epochs", epochs, "--resume")
     with np.load(workdir / "resumed.npz") as resumed:
         through = {"losses": np.array(log.losses[half:]), **by_name(state)}
         return state.params, log, bits(dict(resumed)) == bits(through)
@@ -285,7 +273,7 @@ def demonstrate(workdir: Path, epochs: int, plot: Path | None) -> Summary:
     return Summary(
         batches=len(log.shared),
         shared_batches=sum(log.shared),
-        label_dtype=", ".join(sorted(set(log.label_dtypes))),
+        label_dtype=", ".join(sorted(log.label_dtypes)),
         resume_bit_equal=resume_bit_equal,
         accuracy_jax=float((in_jax.argmax(1) == labels).mean()),
         accuracy_torch=float((in_torch.argmax(1) == labels).mean()),
@@ -300,13 +288,13 @@ def main(
     workdir: Annotated[Path | None, typer.Option(help="Keep the files here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the losses into this PNG.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the summary into this file.")] = None,
-    resume_steps: Annotated[int | None, typer.Option("--resume", hidden=True)] = None,
+    resuming: Annotated[bool, typer.Option("--resume", hidden=True)] = False,
 ) -> None:
     """Train on digits in JAX from a torch loader; take the result to torch and to Orbax."""
     jax.config.update("jax_platforms", "cpu")  # memory is shared where the batches are
     torch.set_num_threads(1)  # gathering 64 rows is no work for threads: leave the cores to XLA
-    if workdir and resume_steps:
-        resume(workdir, resume_steps)
+    if workdir and resuming:
+        resume(workdir, epochs)
         return
     with tempfile.TemporaryDirectory(prefix="digits-") as temporary:
         directory = workdir or Path(temporary)

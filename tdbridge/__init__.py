@@ -9,6 +9,7 @@ from importlib.metadata import version
 
 from tdbridge import checkpoint as checkpoint
 from tdbridge import distributed as distributed
+from tdbridge import loaders as loaders
 from tdbridge.cast import Precision as Precision
 from tdbridge.cast import cast as cast
 from tdbridge.convert import LeafReport as LeafReport
@@ -25,9 +26,11 @@ from tdbridge.errors import DistributedError as DistributedError
 from tdbridge.errors import FrozenError as FrozenError
 from tdbridge.errors import LayoutError as LayoutError
 from tdbridge.errors import LeafTypeError as LeafTypeError
+from tdbridge.errors import LoaderError as LoaderError
 from tdbridge.errors import NarrowingError as NarrowingError
 from tdbridge.errors import TdbridgeError as TdbridgeError
 from tdbridge.errors import UnsafeCheckpointError as UnsafeCheckpointError
+from tdbridge.errors import WorkerError as WorkerError
 from tdbridge.layout import Layout as Layout
 from tdbridge.layout import LeafSpec as LeafSpec
 from tdbridge.layout import NodeSpec as NodeSpec
@@ -53,6 +56,7 @@ __all__ = [
     "LeafReport",
     "LeafSpec",
     "LeafTypeError",
+    "LoaderError",
     "NarrowingError",
     "NodeSpec",
     "PRNGKey",
@@ -62,6 +66,7 @@ __all__ = [
     "Segment",
     "TdbridgeError",
     "UnsafeCheckpointError",
+    "WorkerError",
     "cast",
     "checkpoint",
     "consolidate",
@@ -69,6 +74,7 @@ __all__ = [
     "distributed",
     "explain",
     "layout_of",
+    "loaders",
     "register",
     "to_jax",
     "to_torch",

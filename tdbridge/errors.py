@@ -33,6 +33,14 @@ class DistributedError(TdbridgeError, RuntimeError):
     """The processes of a job cannot do together what was asked for."""
 
 
+class LoaderError(TdbridgeError, RuntimeError):
+    """A source of batches that cannot be gone through, or not from that state."""
+
+
+class WorkerError(TdbridgeError, RuntimeError):
+    """Something that a worker process of a loader cannot do."""
+
+
 class FrozenError(TdbridgeError, TypeError):
     """An attempt to change an immutable tree."""
 

@@ -43,6 +43,9 @@ def run_page(text: str, page: str) -> int:
 
 # torch says so at every save and load of a single process; a reader sees it too.
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+# So does JAX at each fork, of which docs/prefetch.md tells, and torchdata of a deprecation.
+@pytest.mark.filterwarnings("ignore:os.fork\\(\\) was called:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)

@@ -128,6 +128,30 @@ def test_wrong_use_is_refused_before_any_work(arguments, message, tmp_path):
     assert "Traceback" not in process.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("examples")
+def test_both_frameworks_learn_from_one_loader(tmp_path):
+    process = run_example("shared_loader.py", tmp=tmp_path)
+    assert process.returncode == 0, process.stdout + process.stderr
+    found = dict(line.split(": ") for line in process.stdout.splitlines())
+    assert float(found["test accuracy in torch"].rstrip("%")) >= 95
+    assert float(found["test accuracy in JAX"].rstrip("%")) >= 95
+    batches = 20 * -(-1437 // 64)
+    assert found["batches in the same memory"] == f"{batches}/{batches}"
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("examples")
+def test_grain_and_torch_go_on_where_they_stopped(tmp_path):
+    process = run_example("grain_and_torch.py", tmp=tmp_path)
+    assert process.returncode == 0, process.stdout + process.stderr
+    steps = 3 * -(-1797 // 128)
+    assert process.stdout.splitlines() == [
+        f"grain_for_torch: {steps} losses, after a break the same",
+        f"torch_for_jax: {steps} losses, after a break the same",
+    ]
+
+
 PASSED = {
     "batches": 4,
     "shared_batches": 4,

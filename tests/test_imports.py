@@ -22,7 +22,8 @@ ORDER = [
     {"pytrees"},
     {"convert"},
     {"distributed"},
-    {"cast", "loaders", "collectives", "checkpoint"},
+    {"cast"},
+    {"loaders", "collectives", "checkpoint"},
     {"cli"},
 ]
 RANK = {folder: rank for rank, row in enumerate(ORDER) for folder in row}
@@ -124,6 +125,10 @@ def loaded_by(statement: str) -> set[str]:
 
 def test_import_loads_nothing_heavy():
     assert loaded_by("import tdbridge") == set()
+
+
+def test_the_loaders_load_nothing_heavy():
+    assert loaded_by("import tdbridge.loaders") == set()
 
 
 def test_the_probe_sees_what_is_loaded():

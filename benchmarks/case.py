@@ -54,6 +54,8 @@ class Contenders:
         fresh: Makes the argument of each single call, outside the timing: for work that is done
             once on an input, and is cheaper a second time.
         values: Turns a result into arrays by path, by which ours and the peers are compared.
+        rest: Seconds to wait before each sample, for contenders that still work in the background
+            when their call is over.
     """
 
     ours: Run
@@ -62,6 +64,7 @@ class Contenders:
     ready: Callable[[Any], Any] | None = None
     fresh: Callable[[], Any] | None = None
     values: Callable[[Any], Mapping[str, Any]] = flat_values
+    rest: float = 0.0
 
     def __post_init__(self) -> None:
         if taken := {OURS, FLOOR} & set(self.peers):

@@ -35,6 +35,7 @@ def alternate(
     timing: Timing,
     after_round: Callable[[], None] = lambda: None,
     fresh: Callable[[], Any] | None = None,
+    rest: float = 0.0,
 ) -> dict[str, list[float]]:
     """Return each contender's samples, in nanoseconds per call.
 
@@ -49,6 +50,7 @@ def alternate(
             # Uncollected cycles would pile up over the rounds.
             gc.collect()
             for name in rotated(list(runs), number):
+                time.sleep(rest)
                 elapsed = sample(runs[name], repeats[name], timing.clock, fresh)
                 samples[name].append(elapsed / repeats[name])
             after_round()

@@ -27,7 +27,7 @@ from benchmarks.cli import app
 from benchmarks.compare import as_numpy, difference, flat_values
 from benchmarks.memory import peak_mb
 from benchmarks.runner import Row, check_values, make_row, run_case
-from benchmarks.suites import convert
+from benchmarks.suites import _loader_peers, convert, loaders
 from benchmarks.timing import Timing, alternate, calibrate, rotated, sample
 
 ROOT = Path(__file__).parent.parent
@@ -538,10 +538,75 @@ def test_an_optional_peer_that_is_absent_is_noted_and_left_out(
     assert "DLPack binding" in note
 
 
-def check_row(row: Row, suite: str) -> None:
+# The suite "loaders"
+
+LOADER_CASES = """
+leaves-3-workers-0 packed-3-workers-0 leaves-3-workers-2 packed-3-workers-2 overlap-3
+leaves-4-workers-0 packed-4-workers-0 leaves-4-workers-2 packed-4-workers-2 overlap-4
+""".split()
+
+
+@pytest.fixture
+def short_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loaders, "BATCHES", {3: 4, 4: 8, 5: 4})
+
+
+@pytest.mark.usefixtures("short_epochs")
+# Grain and the fork of torch leave what is theirs to the collector.
+@pytest.mark.filterwarnings("ignore:os.fork")
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if "workers-2" in name else ())
+        for name in LOADER_CASES[:5]
+        if name != "packed-3-workers-2"  # each takes a quarter of a minute
+    ],
+)
+def test_ours_and_the_peers_of_the_loaders_suite_give_the_same_rows(name: str):
+    """Each case can be built and run, and its goals name who competes."""
+    (case,) = [case for case in loaders.cases(quick=False) if case.name == name]
+    row = run_case("loaders", case, Timing(1, at_least_ns=1, warmups=0))
+    check_row(row, "loaders", "ms")
+
+
+@pytest.mark.usefixtures("short_epochs")
+def test_quick_leaves_the_most_leaves_of_the_loaders_suite_out():
+    """The others stay, in their order."""
+    assert [case.name for case in loaders.cases(quick=True)] == LOADER_CASES
+
+
+@pytest.mark.usefixtures("short_epochs")
+def test_a_loader_that_is_not_installed_is_noted_and_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """No goal names it then."""
+    monkeypatch.setattr(_loader_peers, "HAS_JAX_DATALOADER", False)
+    case = next(iter(loaders.cases(quick=True)))
+    assert {goal.against for goal in case.goals} == set(case.build().peers)
+    assert "jax-dataloader is not installed" in capsys.readouterr().err
+
+
+def test_the_rows_of_an_epoch_are_compared_in_the_order_of_the_table():
+    """Batches of any order are the same epoch; another row is another one."""
+    first, second = ({"x": np.array([[i, 9]], np.float32)} for i in range(2))
+    ordered = loaders._rows([first, second])
+    assert difference(ordered, loaders._rows([second, first])) is None
+    assert difference(ordered, loaders._rows([second, second])) is not None
+
+
+def test_contenders_rest_before_each_sample(clock: FakeClock, monkeypatch: pytest.MonkeyPatch):
+    """Outside of the sample, so that what another one left running is over by then."""
+    rest = clock.contender("rest", 100)
+    monkeypatch.setattr(time, "sleep", lambda _: rest())
+    samples = alternate({"ours": clock.contender("ours", 1)}, clock.timing(2), rest=0.5)
+    assert samples == {"ours": [1.0, 1.0]}
+    assert clock.calls[-4:] == ["rest", "ours", "rest", "ours"]
+
+
+def check_row(row: Row, suite: str, unit: str = "us") -> None:
     """Assert the schema of a row; no time of it."""
     assert set(row) == ROW_KEYS
-    assert (row["suite"], row["unit"]) == (suite, "us")
+    assert (row["suite"], row["unit"]) == (suite, unit)
     floor = set() if row["floor"] is None else {"floor"}
     assert set(row["spread"]) == {"ours", *row["peers"]} | floor
     assert (row["met"] is None) == (row["goal"] is None)

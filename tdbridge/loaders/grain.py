@@ -10,12 +10,7 @@ class GrainSource(Rows):
     arrays. What comes from Grain's worker processes is no longer declared consolidated:
     `collate(batch)`, or `Loader(dataset, transform=collate)`, does so again, without a copy.
 
-    Args:
-        td: a TensorDict or a tensorclass with at least one batch dimension, in memory or mapped.
-
-    Raises:
-        LeafTypeError: `td` is no TensorDict or tensorclass.
-        LayoutError: it has no batch dimension, and so no rows.
+    What it takes and raises is what `Rows` does.
 
     Example:
         >>> import grain, torch

@@ -106,6 +106,21 @@ def test_padding_is_zero(name):
     assert buffer_of(consolidate(zoo.TREES[name]())).tobytes() == expected.tobytes()
 
 
+def test_a_large_buffer_is_like_any_other():
+    """More than 32 MB come from another allocator."""
+    sizes = {"a": 2**23 + 1, "b": 3}
+    arrays = {(key,): np.arange(size, dtype=np.float32) for key, size in sizes.items()}
+    td = TensorDict({key: torch.from_numpy(array) for (key,), array in arrays.items()})
+    c = consolidate(td)
+    assert_leaves_in_one_buffer(c)
+    starts, size = places(arrays)
+    assert len(buffer_of(c)) == size
+    assert not buffer_of(c)[2**25 + 4 : starts["b",]].any()
+    tdbridge.to_jax(c, copy=False)
+    assert_same_leaves(pickle.loads(pickle.dumps(c)), arrays)
+    assert_same_leaves(c.share_memory_(), arrays)
+
+
 @pytest.mark.parametrize("name", zoo.TREES)
 def test_the_source_is_left_alone(name):
     """Its leaves are the same objects afterwards, it is not locked, and no memory is shared."""

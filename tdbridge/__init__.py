@@ -10,6 +10,7 @@ from importlib.metadata import version
 from tdbridge import checkpoint as checkpoint
 from tdbridge import distributed as distributed
 from tdbridge import loaders as loaders
+from tdbridge import sending as sending
 from tdbridge.cast import Precision as Precision
 from tdbridge.cast import cast as cast
 from tdbridge.convert import LeafReport as LeafReport
@@ -76,6 +77,7 @@ __all__ = [
     "layout_of",
     "loaders",
     "register",
+    "sending",
     "to_jax",
     "to_torch",
     "written_since",

@@ -6,6 +6,7 @@ import os
 os.environ["XLA_FLAGS"] = " ".join(
     ["--xla_force_host_platform_device_count=8", os.environ.get("XLA_FLAGS", "")]
 )
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # with a GPU: JAX_PLATFORMS=cuda,cpu make test
 
 import hypothesis

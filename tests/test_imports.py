@@ -23,7 +23,7 @@ ORDER = [
     {"convert"},
     {"distributed"},
     {"cast"},
-    {"loaders", "collectives", "checkpoint"},
+    {"loaders", "collectives", "checkpoint", "sending"},
     {"cli"},
 ]
 RANK = {folder: rank for rank, row in enumerate(ORDER) for folder in row}

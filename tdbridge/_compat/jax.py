@@ -6,7 +6,7 @@ uncommitted ones, at 15-23 us each; the binding beneath it takes 2.7 us (1,000 l
 Of the 5 us that `torch.from_dlpack(array)` takes, 4 are spent in Python around the two bindings.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from operator import attrgetter, methodcaller
@@ -41,19 +41,22 @@ _ArrayImpl = _find_array_impl()
 _first_shard = getattr(_ArrayImpl, "_fully_replicated_shard", None)
 
 
-def put(views: Sequence[np.ndarray], device: Any) -> list[jax.Array]:
+def put(views: Sequence[np.ndarray], device: Any, weak: Collection[int] = ()) -> list[jax.Array]:
     """One uncommitted array on the CPU `device` per view, sharing its memory where it can.
 
     Args:
         views: C-contiguous arrays of dtypes that JAX keeps (no 64-bit one while x64 is off). A
             view that starts on a multiple of 64 bytes is shared, any other one copied.
         device: the CPU device.
+        weak: which of them are arrays of a weak type; ignored where only the public function is.
     """
     with _no_guard():
         if _batched_device_put is None:
             return _put_public(views, device)
         to, devices = SingleDeviceSharding(device), [device]
-        avals = map(_aval, map(_shape, views), map(_dtype, views))
+        avals = list(map(_aval, map(_shape, views), map(_dtype, views)))
+        for i in weak:
+            avals[i] = avals[i].update(weak_type=True)
         return [
             _batched_device_put(aval, to, [view], devices, False)
             for aval, view in zip(avals, views, strict=True)
@@ -108,6 +111,18 @@ def dtypes_of(arrays: Sequence[jax.Array]) -> set[Any]:
         return {aval.dtype for aval in {*map(_aval_of, arrays)}}
     except (AttributeError, TypeError):
         return {array.dtype for array in arrays}
+
+
+def are_on_one_cpu(arrays: Sequence[jax.Array]) -> bool:
+    """Whether each array lies on one device, and that is a CPU."""
+    try:
+        shardings = {id(s): s for s in map(_sharding_of, arrays)}  # their hashes take longer
+    except AttributeError:
+        shardings = {id(s): s for s in [array.sharding for array in arrays]}
+    return all(
+        isinstance(s, SingleDeviceSharding) and {d.platform for d in s.device_set} == {"cpu"}
+        for s in shardings.values()
+    )
 
 
 def shardings_of(arrays: Sequence[jax.Array]) -> set[type]:

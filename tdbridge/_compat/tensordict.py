@@ -3,22 +3,26 @@
 * A TensorDict that holds tracers, masks or `None` can only be built by `_new_unsafe`; every
   public constructor validates its values.
 * `is_consolidated()` and the pickling of a consolidated tensordict read the `_consolidated` slot.
-  Its metadata names dtypes by a table that lacks float8, and a subclass of TensorDict is pickled
-  leaf by leaf: the table is completed, and subclasses are pickled as TensorDict is.
+  Its metadata names dtypes by a table that lacks float8: the table is completed.
+* Stock pickles a TensorDict by a function that is not told the protocol, and a subclass of it leaf
+  by leaf, with the whole buffer each time: `pickle_by` replaces both.
 * A tensorclass is announced to torch's pytrees by one function when it is defined; that is the
   moment to register it in JAX and optree too.
 """
 
 import copyreg
 import importlib
+import io
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, wraps
+from multiprocessing.reduction import ForkingPickler
 from operator import attrgetter
 from typing import Any
 
 import tensordict
 import torch
 from tensordict import (
+    LazyStackedTensorDict,
     TensorDict,
     TensorDictBase,
     TensorDictParams,
@@ -150,22 +154,63 @@ def _plain(nodes: Sequence[Any]) -> Sequence[Any] | None:
 def set_consolidated(td: Any, storage: torch.Tensor, metadata: dict[str, Any]) -> None:
     """Declares that the leaves of `td` are views of `storage`, as `metadata` describes."""
     inner: Any = tensordict_of(td)
-    _pickle_as_stock(type(inner))
+    _send_as_stock(type(inner))
     # In place where there is a slot: those of unpickled nested tensordicts point to it.
     slot = inner._consolidated = getattr(inner, "_consolidated", {})
     slot.update(storage=storage, metadata=metadata)
 
 
 @cache
-def _pickle_as_stock(cls: Any) -> None:
-    """Pickles instances of a subclass of TensorDict by the function that stock has for TensorDict.
+def _send_as_stock(cls: type) -> None:
+    """Sends instances of a subclass of TensorDict through queues as TensorDict is sent."""
+    table = queue_table()
+    if not _has_own_reduction(cls) and cls not in table and TensorDict in table:
+        ForkingPickler.register(cls, table[TensorDict])
 
-    A consolidated one would be pickled leaf by leaf otherwise, with the whole buffer each time.
+
+def _has_own_reduction(cls: type) -> bool:
+    """Whether a subclass says itself how it is pickled."""
+    methods = cls.__reduce__, cls.__reduce_ex__
+    return methods != (object.__reduce__, TensorDict.__reduce_ex__)
+
+
+def queue_table() -> Mapping[type, Callable[[Any], Any]]:
+    """By which function the queues of multiprocessing reduce instances of a class."""
+    return ForkingPickler(io.BytesIO()).dispatch_table
+
+
+Reduce = Callable[[Any], Any]
+_PATCHED = (TensorDict, LazyStackedTensorDict)
+
+
+def pickle_by(reduce: Callable[[Any, int, Reduce], Any]) -> None:
+    """Pickles TensorDicts and subclasses of them, and lazy stacks, by `reduce`.
+
+    Args:
+        reduce: what gives a reduction, of the tree, the protocol, and the function that stock has
+            for it.
     """
-    reducer = copyreg.dispatch_table.get(TensorDict)
-    own = cls.__reduce__ is not object.__reduce__ or cls.__reduce_ex__ is not object.__reduce_ex__
-    if reducer is not None and not own and cls not in copyreg.dispatch_table:
-        copyreg.pickle(cls, reducer)
+    for cls in _PATCHED:
+        # An entry of the table would come first, and is not told the protocol.
+        _patch(cls, copyreg.dispatch_table.pop(cls, None), reduce)
+
+
+def _patch(cls: Any, stock: Reduce | None, reduce: Callable[[Any, int, Reduce], Any]) -> None:
+    inherited = cls.__reduce_ex__
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:  # noqa: N807
+        kind = type(self)
+        if kind is not cls and (cls is LazyStackedTensorDict or _has_own_reduction(kind)):
+            return inherited(self, protocol)
+
+        def by_stock(td: Any) -> Any:
+            if stock is not None and (kind is cls or consolidated_slot(td) is not None):
+                return stock(td)
+            return inherited(td, protocol)
+
+        return reduce(self, protocol, by_stock)
+
+    cls.__reduce_ex__ = __reduce_ex__
 
 
 def consolidated_slot(td: Any) -> dict[str, Any] | None:

@@ -6,7 +6,7 @@ that it had. What can change under a lock are batch sizes and names.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tdbridge._compat import tensordict as compat
 from tdbridge.layout.dtypes import dtype_of
-from tdbridge.layout.plan import Plan, with_own_constants
+from tdbridge.layout.plan import Plan, of_class, with_own_constants
 from tdbridge.layout.spec import Layout, Path
 from tdbridge.layout.tree import BUILDERS, Node, walk_nodes
 
@@ -94,7 +94,11 @@ def placement_of(td: Any) -> Placement | None:
     placement, root, below = (slot or {}).get(_KEY, (None, None, ()))
     if placement is None or root != _state(td) or any(_state(n) != state for n, state in below):
         return None
-    return placement
+    cls = type(td)
+    if placement.plan.skeleton[0] is cls:
+        return placement
+    # A tensorclass and the TensorDict in it have one record.
+    return replace(placement, plan=of_class(placement.plan, cls))
 
 
 def _state(node: Any) -> tuple[Any, Any]:

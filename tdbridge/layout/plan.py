@@ -125,13 +125,19 @@ def _error_of(node: Node, leaves: Sequence[Any]) -> LeafTypeError:
 def _plan(skeleton: Any, dtypes: Sequence[Any], shapes: Sequence[Any]) -> Plan:
     nodes, paths = parts_of(skeleton)
     rows = [_row(*row) for row in zip(paths, dtypes, shapes, strict=True)]
-    return _plan_of_rows(skeleton, rows, nodes)
+    return plan_of_rows(skeleton, rows, nodes)
 
 
-def _plan_of_rows(
+def plan_of_rows(
     skeleton: Any, rows: Sequence[tuple[Path, str, tuple[int, ...]]], nodes: Sequence[NodeSpec]
 ) -> Plan:
-    """Of leaves in the tree's own order, each a (path, dtype name, shape)."""
+    """The plan of a tree that is known by its parts alone.
+
+    Args:
+        skeleton: the tree, as `skeleton_of` gives it.
+        rows: its leaves in its own order, each a (path, dtype name, shape).
+        nodes: its nodes.
+    """
     layout = make_layout(rows, nodes)
     index = {leaf.path: i for i, leaf in enumerate(layout.leaves)}
     order = [index[path] for path, _, _ in rows]
@@ -152,7 +158,15 @@ def recast(plan: Plan, dtypes: Sequence[str | None]) -> Plan:
         (leaf.path, dtype or leaf.dtype, leaf.shape)
         for leaf, dtype in zip(plan.layout.leaves, dtypes, strict=True)
     ]
-    return _plan_of_rows(plan.skeleton, [rows[i] for i in plan.order], plan.layout.nodes)
+    return plan_of_rows(plan.skeleton, [rows[i] for i in plan.order], plan.layout.nodes)
+
+
+@lru_cache(maxsize=256)
+def of_class(plan: Plan, cls: type) -> Plan:
+    """The plan of the same tree with a root of another class."""
+    root, *below = plan.layout.nodes
+    layout = Layout(plan.layout.leaves, (replace(root, cls=cls), *below))
+    return plan._replace(skeleton=(cls, *plan.skeleton[1:]), layout=layout)
 
 
 def parts_of(skeleton: Any, start: Path = ()) -> tuple[list[NodeSpec], list[Path]]:

@@ -22,7 +22,7 @@ from tdbridge.layout.constants import Constant
 from tdbridge.layout.dtypes import dtype_of
 from tdbridge.layout.non_tensors import PerElement, is_stack
 from tdbridge.layout.spec import Layout, Path, path_str
-from tdbridge.layout.tree import BUILDERS, Node, walk_nodes
+from tdbridge.layout.tree import BUILDERS, Node, device_of, walk_nodes
 
 # A nested tensordict is recorded under its own key, beside these.
 _RESERVED = frozenset(("cls", "non_tensors", "leaves", "cls_metadata", "size"))
@@ -61,7 +61,7 @@ def _leaf_tables(layout: Layout) -> dict[Path, dict[str, tuple[Any, ...]]]:
 
 
 def _node_metadata(node: Node, tables: dict[Path, dict[str, Any]], path: Path) -> dict[str, Any]:
-    where = str(device) if (device := getattr(node.source, "device", None)) is not None else None
+    where = None if (device := device_of(node)) is None else str(device)
     prefix = _prefix(node)
     leaves = {prefix + key: tables[path][key] for key in node.keys}
     values, nested = {}, {}

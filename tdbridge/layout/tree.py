@@ -39,6 +39,7 @@ class Node:
         nested: the trees in it by key, in its own order (as `Node`s once `tree_of` has described
             them too).
         unbatched: the keys of the leaves whose shape does not start with the batch size.
+        device: what it declares, where `source` is no TensorDict that could be asked.
     """
 
     source: Any
@@ -50,6 +51,7 @@ class Node:
     leaves: list[Any]
     nested: tuple[tuple[str, Any], ...]
     unbatched: frozenset[str] = frozenset()
+    device: torch.device | None = None
 
 
 class _EntryError(LeafTypeError):
@@ -244,8 +246,7 @@ def rebuild(
         LeafTypeError: the leaves do not fit together any more; the error names the place.
     """
     entries = dict(zip(node.keys, islice(leaves, len(node.keys)), strict=True))
-    # Asking an ArrayDict for it costs as much as ten leaves do.
-    old_device = node.source.device if is_tensor_collection(node.source) else None
+    old_device = device_of(node)
     own_device = old_device and (device or old_device)
     if node.nested or node.constants or node.unbatched:
         for key, child in node.nested:
@@ -270,6 +271,12 @@ def rebuild(
         names=node.names,
         device=own_device,
     )
+
+
+def device_of(node: Node) -> torch.device | None:
+    """The device that a node declares; most declare none."""
+    # Asking an ArrayDict for it costs as much as ten leaves do.
+    return node.source.device if is_tensor_collection(node.source) else node.device
 
 
 def _built(cls: type, entries: dict[str, Any], path: Path) -> Any:

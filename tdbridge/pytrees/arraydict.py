@@ -1,6 +1,7 @@
 """ArrayDict: the JAX twin of TensorDict."""
 
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
@@ -317,6 +318,12 @@ class ArrayDict(Mapping[str, Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return from_children, (self._definition, self._children)
+
+    def __copy__(self) -> "ArrayDict":
+        return from_children(self._definition, self._children)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ArrayDict":
+        return from_children(*deepcopy((self._definition, self._children), memo))
 
     # -- building ------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """PackedArrayDict: an ArrayDict in one flat array per dtype instead of one array per leaf."""
 
 from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -162,6 +163,12 @@ class PackedArrayDict(Mapping[str, Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return over_segments, (self._layout, self.segments)
+
+    def __copy__(self) -> "PackedArrayDict":
+        return over_segments(self._layout, self.segments)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PackedArrayDict":
+        return over_segments(*deepcopy((self._layout, self.segments), memo))
 
     def _filled(self, entry: Any) -> Any:
         """An entry of the tree of slots, with their values."""

@@ -67,11 +67,13 @@ PEER_TESTS = $(addprefix $(TENSORDICT)/test/,$(1))
 CONSOLIDATE := $(addprefix tensordict/test_,generic.py lazy.py nontensor.py) \
 	tensorclass/test_tensorclass.py distributed/test_ucxx.py
 PYTREE := nn/test_functorch.py tensordict/test_generic.py
+DISTRIBUTED := distributed/test_distributed.py
 
 peers: checkout $(STAMP)
 	$(PEERS) -p tests.peers.tensordict_consolidate $(call PEER_TESTS,$(CONSOLIDATE)) -k consolidate
 	$(PEERS) -p tests.peers.tensordict_pytree --registry jax $(call PEER_TESTS,$(PYTREE)) -k pytree
 	$(PEERS) -p tests.peers.tensordict_pytree --registry optree $(call PEER_TESTS,$(PYTREE)) -k pytree
+	$(PEERS) -p tests.peers.tensordict_distributed $(call PEER_TESTS,$(DISTRIBUTED))
 
 checkout:
 	@test -d "$(TENSORDICT)/test/tensordict" || { \

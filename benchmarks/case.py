@@ -56,6 +56,7 @@ class Contenders:
         values: Turns a result into arrays by path, by which ours and the peers are compared.
         rest: Seconds to wait before each sample, for contenders that still work in the background
             when their call is over.
+        times: How often each of them does the work in one call. The row has the time of once.
     """
 
     ours: Run
@@ -65,6 +66,7 @@ class Contenders:
     fresh: Callable[[], Any] | None = None
     values: Callable[[Any], Mapping[str, Any]] = flat_values
     rest: float = 0.0
+    times: int = 1
 
     def __post_init__(self) -> None:
         if taken := {OURS, FLOOR} & set(self.peers):

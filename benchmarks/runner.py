@@ -47,7 +47,8 @@ def run_case(
         if goal.against not in runs:
             raise BenchmarkError(f"{label}: no {goal.against!r} competes, but the goal names it")
     check_values(label, contenders)
-    samples = alternate(runs, timing, after_round, contenders.fresh, contenders.rest)
+    calls = alternate(runs, timing, after_round, contenders.fresh, contenders.rest)
+    samples = {name: [ns / contenders.times for ns in values] for name, values in calls.items()}
     row = make_row(suite, case, samples)
     if case.peak:
         row["peak_mb"] = {name: _rounded(peak_mb(run)) for name, run in contenders.called().items()}

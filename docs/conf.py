@@ -33,7 +33,10 @@ nitpick_ignore_regex = [
 ]
 
 # Internal, but named in the signature of a public class.
-nitpick_ignore = [("py:class", "tdbridge.layout.constants.Constant")]
+nitpick_ignore = [
+    ("py:class", "tdbridge.layout.constants.Constant"),
+    ("py:class", "tdbridge.collectives.groups.Members"),
+]
 
 html_theme = "furo"
 html_title = f"tdbridge {release}"

@@ -8,6 +8,7 @@ td = tdbridge.to_torch(ad)           # and back
 from importlib.metadata import version
 
 from tdbridge import checkpoint as checkpoint
+from tdbridge import collectives as collectives
 from tdbridge import distributed as distributed
 from tdbridge import loaders as loaders
 from tdbridge import sending as sending
@@ -22,6 +23,7 @@ from tdbridge.convert import to_torch as to_torch
 from tdbridge.convert import written_since as written_since
 from tdbridge.errors import AliasingError as AliasingError
 from tdbridge.errors import CheckpointError as CheckpointError
+from tdbridge.errors import CollectiveError as CollectiveError
 from tdbridge.errors import CopyError as CopyError
 from tdbridge.errors import DistributedError as DistributedError
 from tdbridge.errors import FrozenError as FrozenError
@@ -49,6 +51,7 @@ __all__ = [
     "AliasingError",
     "ArrayDict",
     "CheckpointError",
+    "CollectiveError",
     "CopyError",
     "DistributedError",
     "FrozenError",
@@ -70,6 +73,7 @@ __all__ = [
     "WorkerError",
     "cast",
     "checkpoint",
+    "collectives",
     "consolidate",
     "debug_aliasing",
     "distributed",

@@ -33,6 +33,10 @@ class DistributedError(TdbridgeError, RuntimeError):
     """The processes of a job cannot do together what was asked for."""
 
 
+class CollectiveError(DistributedError, ValueError):
+    """A collective that cannot be done with these trees, in this group, or did not end."""
+
+
 class LoaderError(TdbridgeError, RuntimeError):
     """A source of batches that cannot be gone through, or not from that state."""
 

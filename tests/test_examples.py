@@ -12,9 +12,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "3")
 
 
-def run_example(script, *arguments, tmp):
+def run_example(script, *arguments, tmp, start=()):
     """Run a script of the folder as a user does, but with every warning an error."""
     # The processes that the script starts inherit all of this.
     environment = os.environ | {
@@ -27,7 +28,7 @@ def run_example(script, *arguments, tmp):
     # The tests show JAX several devices; a user's machine has the one.
     environment.pop("XLA_FLAGS", None)
     return subprocess.run(
-        [sys.executable, EXAMPLES / script, *map(str, arguments)],
+        [sys.executable, *start, EXAMPLES / script, *map(str, arguments)],
         check=False,
         env=environment,
         capture_output=True,
@@ -150,6 +151,19 @@ def test_grain_and_torch_go_on_where_they_stopped(tmp_path):
         f"grain_for_torch: {steps} losses, after a break the same",
         f"torch_for_jax: {steps} losses, after a break the same",
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("examples")
+def test_jax_actors_evaluate_what_torch_learns(tmp_path):
+    process = run_example("torch_learner_jax_actors.py", tmp=tmp_path, start=TORCHRUN)
+    assert process.returncode == 0, process.stdout + process.stderr
+    *steps, last = process.stdout.splitlines()
+    right = [float(line.split()[2].rstrip("%")) for line in steps]
+    assert len(right) == 5
+    assert right[-1] >= 95
+    assert last.startswith("largest difference of the logits: ")
+    assert float(last.split()[-1]) < 1e-4
 
 
 PASSED = {

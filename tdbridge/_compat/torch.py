@@ -1,10 +1,12 @@
 """torch: one fused copy, shared memory, what tensors are not, and one more placement."""
 
 from collections.abc import Sequence
+from datetime import timedelta
 from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.tensor import Placement, Shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.dlpack import from_dlpack
@@ -200,3 +202,12 @@ def make_shard(dim: int, split_factor: int) -> Placement:
             "later mesh axis first: name the axes of that dimension in the order of the mesh."
         )
     return _StridedShard(dim, split_factor=split_factor)
+
+
+def timeout_of(group: Any) -> timedelta:
+    """How long a process group waits, which nothing public tells; torch's default else."""
+    try:
+        device = group._device_types[0]
+        return group._get_backend(device).options._timeout
+    except (AttributeError, IndexError, RuntimeError):
+        return default_pg_timeout

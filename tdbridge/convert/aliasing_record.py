@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdRef
 
 from tdbridge._compat.torch import version_of
 from tdbridge.convert.dlpack import numpy_view
-from tdbridge.convert.dtensor import local_shard
+from tdbridge.layout.dtensors import local_shard
 from tdbridge.layout.spec import Path
 
 WRITTEN = "it was written in place"

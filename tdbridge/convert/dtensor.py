@@ -18,6 +18,7 @@ from tdbridge.convert.sharding import to_named_sharding, to_placements
 from tdbridge.convert.sharding_mesh import known_mesh, ranks_of
 from tdbridge.convert.sharing import narrowed_dtype, why_not_to_jax, why_not_to_torch
 from tdbridge.errors import LeafTypeError
+from tdbridge.layout.dtensors import local_shard
 from tdbridge.layout.dtypes import dtype_of
 from tdbridge.pytrees.prng import is_key
 
@@ -81,14 +82,6 @@ def _reason(check: Callable[..., object], *args: object) -> str | None:
     except LeafTypeError as error:
         return str(error).removeprefix("got ").removesuffix(".")
     return None
-
-
-def local_shard(dtensor: DTensor) -> torch.Tensor:
-    """This rank's part, detached, its memory shared; waits until it has arrived."""
-    detached: Any = dtensor.detach()
-    shard = detached.to_local()
-    # An AsyncCollectiveTensor, which has no public name, after `redistribute(async_op=True)`.
-    return shard.wait() if hasattr(shard, "wait") else shard
 
 
 def global_array(dtensor: DTensor, shard: jax.Array) -> jax.Array:

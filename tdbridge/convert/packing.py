@@ -5,14 +5,16 @@ from typing import Any
 
 import jax
 import torch
+from torch.distributed.tensor import DTensor
 
 from tdbridge.convert.leaves import is_unpacked, with_paths
 from tdbridge.convert.records import opened
 from tdbridge.convert.sharing import refuse_copies
-from tdbridge.errors import TdbridgeError
+from tdbridge.errors import LeafTypeError, TdbridgeError
 from tdbridge.layout.buffer import consolidate, placement_for
 from tdbridge.layout.placement import Placement
-from tdbridge.layout.spec import Path
+from tdbridge.layout.spec import Path, path_str
+from tdbridge.layout.tree import leaves_of, paths_of, tree_of
 from tdbridge.pytrees.arraydict import ArrayDict
 from tdbridge.pytrees.packed import packed
 
@@ -71,4 +73,17 @@ def _why_copied(tree: Any) -> str | None:
 
 def _placement(td: Any) -> Placement:
     placement = placement_for(td)
-    return _placement(consolidate(td)) if placement is None else placement
+    if placement is None:
+        _refuse_dtensors(td)
+        return _placement(consolidate(td))
+    return placement
+
+
+def _refuse_dtensors(td: Any) -> None:
+    node = tree_of(td)
+    for path, leaf in zip(paths_of(node), leaves_of(node), strict=True):
+        if isinstance(leaf, DTensor):
+            raise LeafTypeError(
+                f"{path_str(path)}: got a DTensor, and a packed tree has arrays of one device: use "
+                "packed=False, or pack the local shards."
+            )

@@ -18,7 +18,7 @@ from tdbridge.convert.dlpack import (
     shares_memory,
     tensors_to_arrays,
 )
-from tdbridge.convert.dtensor import global_array, local_shard, why_not_global
+from tdbridge.convert.dtensor import global_array, why_not_global
 from tdbridge.convert.leaves import Parts, is_unpacked, replace_some, spread, take_apart, tied
 from tdbridge.convert.narrowing import Narrow, check_narrow, check_narrow_argument
 from tdbridge.convert.packing import pack_tree
@@ -33,6 +33,7 @@ from tdbridge.convert.sharing import (
     why_not_to_jax,
     why_numpy_copied,
 )
+from tdbridge.layout.dtensors import local_leaf, local_shard
 from tdbridge.pytrees.nodes import arraydict_of
 
 
@@ -219,7 +220,7 @@ def why_refused_to_jax(leaf: torch.Tensor | np.ndarray) -> str | None:
 def why_copied_to_jax(leaf: torch.Tensor | np.ndarray) -> str | None:
     """Why `to_jax` copies a leaf that it carries, or None when the array shares its memory."""
     if isinstance(leaf, torch.Tensor):
-        return why_copied(local_shard(leaf) if isinstance(leaf, DTensor) else leaf)
+        return why_copied(local_leaf(leaf))
     return why_numpy_copied(leaf) or why_copied(numpy_to_tensor(leaf))
 
 

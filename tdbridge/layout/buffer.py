@@ -2,30 +2,23 @@
 
 import os
 from collections.abc import Sequence
-from contextlib import suppress
-from operator import attrgetter
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictParams
 from torch import Tensor
 
 from tdbridge._compat import tensordict as compat
-from tdbridge._compat.torch import have_memory, why_not_dense
-from tdbridge.errors import LayoutError, LeafTypeError
+from tdbridge.errors import LayoutError
 from tdbridge.layout.allocate import allocate
-from tdbridge.layout.fill import fill, fill_if_plain, place_of, runs_of
-from tdbridge.layout.placement import Placement, addresses_in, placement_of, remember, segments_of
+from tdbridge.layout.checks import check_nodes, device_of_leaves, planned
+from tdbridge.layout.dtensors import has_dtensors
+from tdbridge.layout.fill import fill, fill_if_plain, outside, views_of
+from tdbridge.layout.placement import Placement, addresses_in, placement_of, remember
 from tdbridge.layout.plan import Plan, constants_of, plan_of, skeleton_of, with_constants
-from tdbridge.layout.spec import (
-    ALIGNMENT,
-    Layout,
-    Path,
-    first_difference,
-    path_str,
-)
+from tdbridge.layout.sharded import consolidate_shards, refill_shards, shards_placement
+from tdbridge.layout.spec import ALIGNMENT, Layout, Path, first_difference
 from tdbridge.layout.stock import file_suffix, stock_metadata
-from tdbridge.layout.tree import BUILDERS, Node, leaves_of, paths_of, rebuild, tree_of, walk_nodes
+from tdbridge.layout.tree import Node, leaves_of, rebuild, tree_of
 
 
 def consolidate(
@@ -39,16 +32,23 @@ def consolidate(
 
     The result is what stock `td.consolidate(metadata=True)` gives, laid out so that JAX can share
     it: every leaf starts on a multiple of 64 bytes, leaves of a dtype lie together, padding is
-    zero. Stock tensordict pickles, sends, moves and loads it as its own. So it does with float8
-    leaves and with nested tensordicts that have one of stock's own key names (`"size"`, `"cls"`,
-    ...), which stock alone cannot describe: the process that reads them has to import tdbridge.
+    zero. Stock tensordict sends, moves, saves and loads it as its own; pickle has a format of ours
+    from protocol 5 on (docs/sending.md). So it does with float8 leaves and with nested tensordicts
+    that have one of stock's own key names (`"size"`, `"cls"`, ...), which stock alone cannot
+    describe: the process that reads them has to import tdbridge.
 
     `td` is neither changed nor locked, and shares no memory with the result. A tree that is the
     whole of such a buffer already is returned itself, as stock does, locked. Gradients are not
     carried: the leaves are detached, and conjugate and negative bits resolved.
 
+    Of a DTensor its local shard lies in the buffer, contiguous, and the leaf of the result is a
+    DTensor over it, with the same mesh, placements (`Partial` included) and global shape. Nothing
+    is communicated. Batch sizes are global, the layout is that of the shards. Stock has no words
+    for such a tree, so `is_consolidated()` is false of it, and a pickle has its DTensors one by
+    one. This function, `to_jax` and `tdbridge.collectives` know it all the same.
+
     Args:
-        td: a TensorDict or a tensorclass of dense tensors.
+        td: a TensorDict or a tensorclass of dense tensors and DTensors of such.
         filename: a file to hold the buffer, in the format that `TensorDict.from_consolidated`
             reads. It is written beside and renamed; the result maps it, so in-place writes to the
             result reach the file. An existing file is replaced; those who map it keep the old one.
@@ -63,10 +63,11 @@ def consolidate(
         when it was given.
 
     Raises:
-        LeafTypeError: a leaf is not a dense tensor (sparse, nested, DTensor, a jax array, ...).
+        LeafTypeError: a leaf is not a dense tensor (sparse, nested, a jax array, ...).
         LayoutError: the leaves lie on several devices and `device` is not given; `out` has
-            another layout, lies in no such buffer or comes with another argument; or the file
-            cannot hold a non-tensor entry, a dtype, a class or a name.
+            another layout or sharding, lies in no such buffer or comes with another argument; the
+            file cannot hold a non-tensor entry, a dtype, a class or a name; or there are DTensors,
+            and `filename` or another device is given.
 
     Example:
         >>> import torch
@@ -82,11 +83,18 @@ def consolidate(
         if filename is not None or device is not None:
             raise LayoutError("got `out` with `filename` or `device`: the buffer of `out` is kept.")
         return _refill(out, tree)
-    leaves, plan = planned(tree)
-    layout, order = plan.layout, plan.order
     # "cuda" is "cuda:0": an empty tensor tells.
     given = None if device is None else torch.empty(0, device=device).device
-    target = given or _device_of(tree, leaves)
+    if has_dtensors(leaves_of(tree)):
+        if filename is not None:
+            raise LayoutError(
+                "got DTensors with filename: a file has the shards of one rank and no words for "
+                "the others. Use tdbridge.checkpoint.save."
+            )
+        return consolidate_shards(td, tree, given)
+    leaves, plan = planned(tree)
+    layout, order = plan.layout, plan.order
+    target = given or device_of_leaves(tree, leaves)
     if filename is None:
         storage = buffer_under(td, layout, order, leaves)
         if storage is not None and storage.device == target:
@@ -111,92 +119,6 @@ def declare(td: Any, tree: Node, plan: Plan, storage: Tensor, leaves: Sequence[T
     return td
 
 
-def views_of(layout: Layout, storage: Tensor) -> list[Tensor]:
-    """One tensor per leaf of `layout`, in its order, over the memory of `storage`.
-
-    Equal leaves that stand equally far apart are taken apart by one call, in half the time of a
-    view of each (measured). Detached, they are no parts of one whole to autograd, which lets none
-    of these be written to with a gradient; they still count writes together.
-
-    Args:
-        layout: the layout of the buffer.
-        storage: uint8, one-dimensional, at least `layout.nbytes` long, storage offset 0.
-    """
-    views: list[Tensor] = []
-    flats = dict(zip([s.dtype for s in layout.segments], segments_of(layout, storage), strict=True))
-    for run in runs_of(layout):
-        if run.stop - run.start == 1:
-            views.append(torch.as_strided(flats[run.dtype], run.shape, run.stride[1:], run.offset))
-        else:
-            views += map(Tensor.detach, place_of(run, storage).unbind())
-    return views
-
-
-def check_nodes(tree: Node) -> None:
-    """Checks that a tree can be consolidated; parameters are made a TensorDict, as stock does.
-
-    Raises:
-        LeafTypeError: a node cannot be described in stock's metadata.
-    """
-    for path, node in walk_nodes(tree):
-        if node.unbatched:
-            where = path_str((*path, min(node.unbatched)))
-            raise LeafTypeError(
-                f"{where}: got an UnbatchedTensor, which a consolidated tensordict cannot hold: "
-                "expand it over the batch, or keep it outside."
-            )
-        if node.cls in BUILDERS and "wrapped" in dict(node.constants):
-            where = f"{path_str(path)}: " if path else ""
-            raise LeafTypeError(
-                f"{where}got a lazy stack of a tensorclass: call `.contiguous()` first."
-            )
-        if issubclass(node.cls, TensorDictParams):  # as stock does
-            node.cls = TensorDict
-
-
-def planned(tree: Node) -> tuple[list[Tensor], Plan]:
-    """The leaves of a tree, and its plan.
-
-    Raises:
-        LeafTypeError: a leaf is not a dense tensor.
-    """
-    leaves = leaves_of(tree)
-    with suppress(LeafTypeError):  # `_check_leaf` has more to say of the leaf
-        plan = plan_of(tree)  # which knows no nested and no quantized leaves
-        if have_memory(leaves):
-            return leaves, plan
-    for path, leaf in zip(paths_of(tree), leaves, strict=True):
-        _check_leaf(path, leaf)
-    return leaves, plan_of(tree)
-
-
-def _check_leaf(path: Path, leaf: Any) -> None:
-    if not isinstance(leaf, Tensor):
-        raise LeafTypeError(
-            f"{path_str(path)}: got a {type(leaf).__module__}.{type(leaf).__name__}, not a torch "
-            "tensor. Call tdbridge.to_torch(td) first."
-        )
-    if (reason := why_not_dense(leaf)) is not None:
-        raise LeafTypeError(f"{path_str(path)}: got {reason}.")
-
-
-_CPU = torch.device("cpu")
-_device, _is_cpu = attrgetter("device"), attrgetter("is_cpu")
-
-
-def _device_of(tree: Node, leaves: Sequence[Tensor]) -> torch.device:
-    if leaves and all(map(_is_cpu, leaves)):
-        return _CPU
-    devices = {*map(_device, leaves)}
-    if len(devices) > 1:
-        pairs = zip(paths_of(tree), leaves, strict=True)
-        where: dict[str, Path] = {str(leaf.device): path for path, leaf in pairs}
-        listed = ", ".join(f"{path_str(path)} on {name}" for name, path in sorted(where.items()))
-        raise LayoutError(f"the leaves lie on several devices ({listed}): pass `device=`.")
-    declared = getattr(tree.source, "device", None)
-    return next(iter(devices), declared or _CPU)
-
-
 def buffer_under(
     td: Any, layout: Layout, order: Sequence[int], leaves: Sequence[Tensor]
 ) -> Tensor | None:
@@ -218,6 +140,8 @@ def buffer_under(
 def _refill(out: Any, tree: Node) -> Any:
     placement = _held(out)
     if placement is None or not _refilled_at_once(placement, tree):
+        if has_dtensors(leaves_of(tree)) or shards_placement(out) is not None:
+            return refill_shards(out, tree)
         leaves, plan = planned(tree)  # raises for what is wrong with the tree itself
         placement = placement_to_fill(out, plan, constants_of(tree))
         own = outside(placement.storage, plan.placed(leaves))
@@ -251,12 +175,6 @@ def placement_to_fill(out: Any, plan: Plan, constants: tuple[tuple[Path, Any], .
         differ = first_difference(placement.whole, with_constants(plan.layout, constants))
         raise LayoutError(f"`out` has another layout: {differ}.")
     return placement
-
-
-def outside(storage: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """The leaves, those in the buffer copied: one would be overwritten before it is read."""
-    inside = range(start := storage.data_ptr(), start + storage.numel())
-    return [leaf.clone() if leaf.data_ptr() in inside else leaf for leaf in leaves]
 
 
 def _refilled_at_once(placement: Placement, tree: Node) -> bool:

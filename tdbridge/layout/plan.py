@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tdbridge.errors import LeafTypeError
+from tdbridge.layout.dtensors import has_dtensors, local_node
 from tdbridge.layout.dtypes import dtype_of
 from tdbridge.layout.spec import Layout, NodeSpec, Path, make_layout, path_str
 from tdbridge.layout.tree import Node, leaves_of, paths_of, tree_of, walk_nodes
@@ -35,7 +36,8 @@ def layout_of(tree: Any) -> Layout:
     """The layout of a TensorDict, a tensorclass or an ArrayDict: where its bytes would live.
 
     Reads shapes and dtypes only. The tree need not be consolidated; when it is, its leaves lie at
-    these offsets. The result is cached per structure.
+    these offsets. The result is cached per structure. Of a tree with DTensors it is that of the
+    local shards, without batch sizes, which are those of the global shapes.
 
     Raises:
         LeafTypeError: a leaf or a node cannot be laid out; the error names it.
@@ -49,7 +51,8 @@ def layout_of(tree: Any) -> Layout:
         >>> layout.nbytes
         128
     """
-    return full_layout(tree_of(tree))
+    node = tree_of(tree)
+    return full_layout(local_node(node) if has_dtensors(leaves_of(node)) else node)
 
 
 def full_layout(node: Node) -> Layout:

@@ -9,6 +9,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, is_non_tensor, is_tens
 from torch import Tensor
 
 from tdbridge._compat.tensordict import tensordict_of
+from tdbridge.layout.dtensors import has_dtensors, local_leaf
 
 _MUCH = 4096  # bytes that are worth a copy
 
@@ -40,6 +41,20 @@ def _leaves(td: Any) -> Iterator[Any]:
                 yield from _leaves(value)
     else:
         yield td
+
+
+def shards_share_memory(td: Any) -> bool:
+    """Whether there are DTensors whose shards lie in one buffer, as those of `consolidate` do.
+
+    pickle cannot have them: torch raises at the second one.
+    """
+    leaves: list[Any] = list(_leaves(td))
+    if not has_dtensors(leaves):
+        return False
+    shards = [local_leaf(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+    dense = [shard for shard in shards if shard.layout is torch.strided and shard.numel()]
+    starts = [shard.untyped_storage().data_ptr() for shard in dense]
+    return len({*starts}) < len(starts)
 
 
 def _is_plain(leaf: Tensor) -> bool:

@@ -13,7 +13,7 @@ from tdbridge.layout.placement import Placement, placement_of
 from tdbridge.layout.tree import rebuild
 from tdbridge.sending.memory import Whole, received, shared
 from tdbridge.sending.nodes import Values, described, values_of
-from tdbridge.sending.partial import looks_at_little, plain_leaves
+from tdbridge.sending.partial import looks_at_little, plain_leaves, shards_share_memory
 from tdbridge.sending.text import plan_from, text_of
 
 
@@ -24,10 +24,13 @@ def reduce_tensordict(td: Any, protocol: int, stock: Reduce) -> Any:
     one buffer out of band, if it is in one buffer of ours. `stock` gets everything else.
     """
     if protocol < 5:
-        return stock(_with_own_memory(td) if _is_partial(td) else td)
+        alone = _is_partial(td) or shards_share_memory(td)
+        return stock(_with_own_memory(td) if alone else td)
     found = sent(td)
     if found is None and _is_partial(td):
         found = _compacted(td)
+    if found is None and shards_share_memory(td):
+        td = _with_own_memory(td)
     return stock(td) if found is None else found
 
 

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import tdbridge
-from tdbridge import consolidate
+from tdbridge import cast, consolidate
 from tdbridge.errors import LeafTypeError
 from tests import zoo
 
@@ -77,13 +77,24 @@ def group() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("group")
-def test_a_dtensor_is_refused():
-    """Its own memory is a shard; the error says how to get it or the whole."""
+def test_a_dtensor_over_no_dense_shard_is_refused():
+    """The shard lies in the buffer, so it is the shard that has to be dense."""
+    mesh = init_device_mesh("cpu", (1,))
+    leaf = DTensor.from_local(torch.zeros(3, device="meta"), mesh, [Replicate()])
+    message = "['n', 'bad']: got a tensor on the meta device, which holds no values"
+    with pytest.raises(LeafTypeError, match="^" + re.escape(message)):
+        consolidate(TensorDict({"n": {"bad": leaf}}))
+
+
+@pytest.mark.usefixtures("group")
+def test_a_dtensor_is_refused_where_plain_tensors_are_filled():
+    """`cast(td, out=c)` writes to plain tensors; the error says how to get the shard."""
     mesh = init_device_mesh("cpu", (1,))
     leaf = DTensor.from_local(torch.zeros(3), mesh, [Replicate()])
     message = "['n', 'bad']: got a DTensor: pass its local shard, `to_local()`, or `full_tensor()`"
+    out = consolidate(TensorDict({"n": {"bad": torch.zeros(3)}}))
     with pytest.raises(LeafTypeError, match="^" + re.escape(message)):
-        consolidate(TensorDict({"n": {"bad": leaf}}))
+        cast(TensorDict({"n": {"bad": leaf}}), torch.bfloat16, out=out)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -26,7 +27,9 @@ class Pool:
     They are forked from a server that has imported torch and jax once.
     """
 
-    def __init__(self, world: int, *, with_jax: bool = True) -> None:
+    def __init__(
+        self, world: int, *, with_jax: bool = True, timeout: timedelta | None = None
+    ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
         pipes = [context.Pipe() for _ in range(world)]
@@ -36,17 +39,27 @@ class Pool:
             process.start()
             theirs.close()  # then the end of the process is the end of the connection
         port = free_port()
-        self._run([(join, (rank, world, port, with_jax)) for rank in range(world)])
+        self.size = world
+        self._run([(join, (rank, world, port, with_jax, timeout)) for rank in range(world)])
 
     def run(self, job: Callable[..., Any], *args: Any) -> list[Any]:
         """What `job(*args)` returns on each rank. Fails with the traceback of each that raised."""
         return self._run([(job, args)] * len(self._processes))
 
-    def _run(self, tasks: Sequence[Any]) -> list[Any]:
+    def run_to_the_end(self, job: Callable[..., Any], *args: Any) -> list[Any]:
+        """As `run`, of a job in which processes end: they give None. It is the last job."""
+        answers = self._answers([(job, args)] * self.size)
+        self._kill()
+        return [value for value, _, _ in answers]
+
+    def _answers(self, tasks: Sequence[Any]) -> list[tuple[Any, str, bool]]:
         deadline = time.monotonic() + TIMEOUT
         for connection, task in zip(self._connections, tasks, strict=True):
             _tell(connection, task)
-        answers = [_answer(connection, deadline) for connection in self._connections]
+        return [_answer(connection, deadline) for connection in self._connections]
+
+    def _run(self, tasks: Sequence[Any]) -> list[Any]:
+        answers = self._answers(tasks)
         if any(lost for _, _, lost in answers):
             self._kill()  # else what still runs would answer to the next job
         failures = [f"rank {rank}: {text}" for rank, (_, text, _) in enumerate(answers) if text]
@@ -89,13 +102,13 @@ def _answer(connection: Connection, deadline: float) -> tuple[Any, str, bool]:
 # --- in the processes
 
 
-def join(rank: int, world: int, port: int, with_jax: bool) -> None:
+def join(rank: int, world: int, port: int, with_jax: bool, timeout: timedelta | None) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     # Two devices in each process: the first stands for the rank.
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
     jax.config.update("jax_cpu_collectives_implementation", None)  # initialize_jax sets it
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world)
+    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timeout)
     if with_jax:
         initialize_jax()
 

@@ -1,0 +1,190 @@
+"""all_reduce, reduce and reduce_scatter over torch.distributed: a message per dtype segment."""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tdbridge.collectives.agreement import Check, agree, taking_part
+from tdbridge.collectives.groups import Members
+from tdbridge.collectives.handle import Handle, told
+from tdbridge.collectives.ops import MAX, MEAN, MIN, PRODUCT, SUM, Op
+from tdbridge.collectives.stacks import all_carried, parts_of
+from tdbridge.collectives.trees import Carried, carried, whole_like
+from tdbridge.collectives.wire import Wire, check_op, wire_for
+from tdbridge.errors import CollectiveError, LeafTypeError
+from tdbridge.layout.dtypes import DType, dtype_of
+from tdbridge.layout.placement import segments_of
+from tdbridge.layout.spec import Layout, path_str
+
+Where = Callable[[Any], bool]
+
+CHUNK = 2**22
+"""Bytes in one message: longer segments go in several, all in flight at once."""
+
+_TORCH = {
+    SUM: dist.ReduceOp.SUM,
+    MEAN: dist.ReduceOp.SUM,  # gloo's own mean is one of floats alone
+    MAX: dist.ReduceOp.MAX,
+    MIN: dist.ReduceOp.MIN,
+    PRODUCT: dist.ReduceOp.PRODUCT,
+}
+
+
+def all_reduce(
+    tree: Any, op: Op, members: Members, where: Where | None, accumulate: Any, check: Check
+) -> Handle:
+    """See `tdbridge.collectives.all_reduce`."""
+    wide = _wide(accumulate)
+    call = _call("all_reduce", op, wide)
+    with taking_part(members, call, check):
+        own = carried(tree, members, written=True)
+        chosen, left_out = _chosen(own.layout, op, wide, where)
+    agree(members, own.named(call), own.layout, check, left_out=left_out)
+    wires = _wires(own.layout, own.storage, chosen, op, members, wide)
+    with told(call, members):
+        works = [
+            dist.all_reduce(piece, op=_TORCH[op.name], group=members.group, async_op=True)
+            for wire in wires
+            for piece in pieces_of(wire.sent)
+        ]
+    return Handle(call, members, works, partial(_update, own, wires))
+
+
+def reduce(
+    tree: Any, dst: int, op: Op, members: Members, where: Where | None, accumulate: Any,
+    check: Check,
+) -> Handle:  # fmt: skip
+    """See `tdbridge.collectives.reduce`; `dst` counts within the group."""
+    wide = _wide(accumulate)
+    call = _call("reduce", op, wide, dst=members.ranks[dst])
+    with taking_part(members, call, check):
+        own = carried(tree, members, written=members.rank == dst)
+        chosen, left_out = _chosen(own.layout, op, wide, where)
+    agree(members, own.named(call), own.layout, check, left_out=left_out)
+    # What the engine leaves in the buffers of the others is undefined.
+    storage = own.storage if members.rank == dst else own.storage.clone()
+    wires = _wires(own.layout, storage, chosen, op, members, wide)
+    with told(call, members):
+        works = [
+            dist.reduce(
+                piece, group_dst=dst, op=_TORCH[op.name], group=members.group, async_op=True
+            )
+            for wire in wires
+            for piece in pieces_of(wire.sent)
+        ]
+    finish = partial(_update, own, wires) if members.rank == dst else lambda: None
+    return Handle(call, members, works, finish)
+
+
+def reduce_scatter(
+    trees: Any, op: Op, members: Members, where: Where | None, accumulate: Any, check: Check
+) -> Handle:
+    """See `tdbridge.collectives.reduce_scatter`."""
+    wide = _wide(accumulate)
+    call = _call("reduce_scatter", op, wide)
+    with taking_part(members, call, check):
+        every = all_carried(parts_of(trees, members.size, "reduce_scatter"), "reduce_scatter")
+        own = every[members.rank]
+        chosen, left_out = _chosen(own.layout, op, wide, where)
+    agree(members, call, own.layout, check, left_out=left_out)
+    storage = own.storage.clone()
+    works, wires = [], []
+    with told(call, members):
+        for number, (flat, dtype) in _segments(own.layout, storage, chosen):
+            sources = [_segments_at(one, number).clone() for one in every]
+            sent = [wire_for(source, dtype, op, members.size, wide).sent for source in sources]
+            wire = wire_for(flat, dtype, op._replace(factor=1.0), members.size, wide)
+            works.append(
+                dist.reduce_scatter_tensor(
+                    wire.sent,
+                    torch.cat(sent),
+                    op=_TORCH[op.name],
+                    group=members.group,
+                    async_op=True,
+                )
+            )
+            wires.append(wire)
+
+    def finish() -> Any:
+        for wire in wires:
+            wire.received()
+        return own.like(whole_like(own, storage))
+
+    return Handle(call, members, works, finish)
+
+
+def _update(own: Carried, wires: Sequence[Wire]) -> Any:
+    for wire in wires:
+        wire.received()
+    return own.update(own.whole)
+
+
+def _call(name: str, op: Op, wide: DType | None, **more: Any) -> str:
+    said = {"op": op.name, "accumulate": wide and wide.name, **more}
+    return f"{name}({', '.join(f'{k}={v!r}' for k, v in said.items() if v is not None)})"
+
+
+def _wide(accumulate: Any) -> DType | None:
+    if accumulate is None:
+        return None
+    try:
+        wide = dtype_of(accumulate)
+    except LeafTypeError:
+        wide = None
+    if wide is None or wide.torch is None or not wide.torch.is_floating_point:
+        raise CollectiveError(
+            f"got accumulate={accumulate!r}: pass a floating-point dtype, such as 'float32'."
+        )
+    return wide
+
+
+def pieces_of(flat: Tensor) -> Sequence[Tensor]:
+    """A segment, or a buffer, as messages of at most `CHUNK` bytes; none if it is empty."""
+    if not flat.numel():
+        return ()
+    return flat.split(max(CHUNK // (flat.element_size() * flat[0].numel()), 1))
+
+
+def _segments(
+    layout: Layout, storage: Tensor, chosen: Sequence[int]
+) -> list[tuple[int, tuple[Tensor, DType]]]:
+    flats = segments_of(layout, storage)
+    return [(i, (flats[i], dtype_of(layout.segments[i].dtype))) for i in chosen]
+
+
+def _segments_at(tree: Carried, number: int) -> Tensor:
+    return tree.placement.segments[number]
+
+
+def _wires(
+    layout: Layout, storage: Tensor, chosen: Sequence[int], op: Op, members: Members,
+    wide: DType | None,
+) -> list[Wire]:  # fmt: skip
+    found = _segments(layout, storage, chosen)
+    return [wire_for(flat, dtype, op, members.size, wide) for _, (flat, dtype) in found]
+
+
+@lru_cache(maxsize=256)
+def _chosen(
+    layout: Layout, op: Op, wide: DType | None, where: Where | None
+) -> tuple[tuple[int, ...], frozenset[str]]:
+    """The segments that are reduced, and the dtypes that are not.
+
+    Raises:
+        CollectiveError: the leaves of one cannot be; it names the first of them.
+    """
+    first = {leaf.dtype: leaf.path for leaf in reversed(layout.leaves)}
+    chosen, left_out = [], set[str]()
+    for i, segment in enumerate(layout.segments):
+        dtype = dtype_of(segment.dtype)
+        if where is None or where(torch.empty(0, dtype=dtype.in_torch)):
+            check_op(dtype, op, wide, path_str(first[segment.dtype]))
+            if segment.nbytes:
+                chosen.append(i)
+        else:
+            left_out.add(segment.dtype)
+    return tuple(chosen), frozenset(left_out)

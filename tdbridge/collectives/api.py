@@ -1,9 +1,14 @@
 """The public calls: whole trees, by the names and in the order of torch.distributed."""
 
+from functools import partial
 from typing import Any, Literal
 
-from tdbridge.collectives import exchanges, point_to_point, ragged, reductions
+from jax.sharding import Mesh
+
+from tdbridge.collectives import axis, exchanges, mesh, point_to_point, ragged, reductions
 from tdbridge.collectives.agreement import Check, check_argument
+from tdbridge.collectives.axis import is_axis
+from tdbridge.collectives.axis_leaves import refused
 from tdbridge.collectives.groups import Members, members_of
 from tdbridge.collectives.handle import Handle
 from tdbridge.collectives.ops import SUM, op_of
@@ -41,7 +46,8 @@ def all_reduce(
             `premul_sum(factor)`. `"mean"` is for floats and complex numbers; booleans have `"max"`
             and `"min"`.
         group: a ProcessGroup, a DeviceMesh of one dimension, `(DeviceMesh, dimension)`, or None
-            for the default group.
+            for the default group. Inside of `jax.shard_map` the name of an axis, or a tuple of
+            them. In a job of jax.distributed a `jax.sharding.Mesh`: its processes are the members.
         async_op: give a `Handle` at once; its `wait()` gives the result.
         where: which leaves, by a predicate on dtype such as `tensordict.is_floating`, called with
             an empty tensor. Others stay as they are.
@@ -75,8 +81,11 @@ def all_reduce(
         >>> dist.destroy_process_group()
     """
     op = op_of(op)
+    if _is_axis(group, async_op):
+        return axis.all_reduce(tree, op, group, where, reductions.wide_of(accumulate))
     members = _members(group, check)
-    return _given(reductions.all_reduce(tree, op, members, where, accumulate, check), async_op)
+    engine = _engine(members, reductions)
+    return _given(engine.all_reduce(tree, op, members, where, accumulate, check), async_op)
 
 
 def reduce(
@@ -110,7 +119,7 @@ def reduce(
     Raises:
         CollectiveError: as of `all_reduce`.
     """
-    members = _members(group, check)
+    members = _torch_members("reduce", group, check)
     dst = members.member(dst, group_dst, "dst")
     handle = reductions.reduce(tree, dst, op_of(op), members, where, accumulate, check)
     return _given(handle, async_op)
@@ -145,8 +154,11 @@ def reduce_scatter(
         CollectiveError: as of `all_reduce`; or there are more or fewer trees than members.
     """
     op = op_of(op)
+    if _is_axis(group, async_op):
+        return axis.reduce_scatter(trees, op, group, where, reductions.wide_of(accumulate))
     members = _members(group, check)
-    return _given(reductions.reduce_scatter(trees, op, members, where, accumulate, check), async_op)
+    engine = _engine(members, reductions)
+    return _given(engine.reduce_scatter(trees, op, members, where, accumulate, check), async_op)
 
 
 def broadcast(
@@ -185,9 +197,12 @@ def broadcast(
         LayoutError: a non-tensor value has no JSON form, and a member passed None. Every member
             raises it.
     """
+    if _is_axis(group, async_op):
+        return axis.broadcast(tree, _position(src, group_src), group)
     members = _members(group, check, to)
     src = members.member(src, group_src, "src")
-    return _given(exchanges.broadcast(tree, src, members, check, to), async_op)
+    engine = _engine(members, exchanges)
+    return _given(engine.broadcast(tree, src, members, check, to), async_op)
 
 
 def all_gather(
@@ -220,10 +235,14 @@ def all_gather(
     Raises:
         CollectiveError: as of `all_reduce`; or the tree has leaves that no stack is made of.
     """
+    if _is_axis(group, async_op):
+        if pad:
+            raise refused("pad=True")
+        return axis.all_gather(tree, group, stacked)
     members = _members(group, check)
-    if pad:
-        return _given(ragged.all_gather(tree, members, stacked, check), async_op)
-    return _given(exchanges.all_gather(tree, members, stacked, check), async_op)
+    engine = _engine(members, exchanges)
+    gather = partial(ragged.all_gather, engine.all_gather) if pad else engine.all_gather
+    return _given(gather(tree, members, stacked, check), async_op)
 
 
 def gather(
@@ -241,7 +260,7 @@ def gather(
     Returns:
         On `dst` what `all_gather` gives, None elsewhere. A `Handle` if `async_op`.
     """
-    members = _members(group, check)
+    members = _torch_members("gather", group, check)
     dst = members.member(dst, group_dst, "dst")
     return _given(exchanges.gather(tree, dst, members, stacked, check), async_op)
 
@@ -276,7 +295,7 @@ def scatter(
     Raises:
         CollectiveError: as of `all_reduce`; or there are more or fewer trees than members.
     """
-    members = _members(group, check, to)
+    members = _torch_members("scatter", group, check, to)
     src = members.member(src, group_src, "src")
     return _given(exchanges.scatter(tree, scatter_list, src, members, check, to), async_op)
 
@@ -304,8 +323,11 @@ def all_to_all(
     Raises:
         CollectiveError: as of `all_reduce`; or there are more or fewer trees than members.
     """
+    if _is_axis(group, async_op):
+        return axis.all_to_all(trees, group, stacked)
     members = _members(group, check)
-    return _given(exchanges.all_to_all(trees, members, stacked, check), async_op)
+    engine = _engine(members, exchanges)
+    return _given(engine.all_to_all(trees, members, stacked, check), async_op)
 
 
 def send(
@@ -347,7 +369,7 @@ def isend(
     check: Check = "first",
 ) -> Handle:
     """As `send`, without waiting: `wait()` of what it gives does."""
-    members = _members(group, check)
+    members = _torch_members("send", group, check)
     dst = members.member(dst, group_dst, "dst")
     return point_to_point.isend(tree, dst, members, tag, check)
 
@@ -399,7 +421,7 @@ def irecv(
     begins with `isend`, then receives, then waits for what it sent; `send` between `irecv` and its
     `wait()`, on both, would wait forever. Several receives from one member are in their order.
     """
-    members = _members(group, check, to)
+    members = _torch_members("recv", group, check, to)
     if src is not None or group_src is not None:
         src = members.member(src, group_src, "src")
     return point_to_point.irecv(tree, src, members, tag, check, to)
@@ -409,8 +431,32 @@ def _given(handle: Handle, async_op: bool) -> Any:
     return handle if async_op else handle.wait()
 
 
+def _is_axis(group: Any, async_op: bool) -> bool:
+    if not is_axis(group):
+        return False
+    if async_op:
+        raise refused("async_op=True")
+    return True
+
+
+def _position(src: int | None, group_src: int | None) -> int:
+    if (src is None) == (group_src is None):
+        raise CollectiveError("pass either src, the position along the axis, or group_src.")
+    return src if src is not None else group_src  # type: ignore[return-value]
+
+
 def _members(group: Any, check: str, to: str = "torch") -> Members:
     check_argument(check)
     if to not in ("torch", "jax"):
         raise CollectiveError(f'to is "torch" or "jax", got {to!r}.')
-    return members_of(group)
+    return mesh.members_of_mesh(group) if isinstance(group, Mesh) else members_of(group)
+
+
+def _engine(members: Members, of_torch: Any) -> Any:
+    return mesh if isinstance(members, mesh.MeshMembers) else of_torch
+
+
+def _torch_members(call: str, group: Any, check: str, to: str = "torch") -> Members:
+    if isinstance(group, Mesh) or is_axis(group):
+        raise refused(call)
+    return _members(group, check, to)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -39,10 +39,11 @@ class Known:
     pending: list[tuple[int | None, int, Any]] = field(default_factory=list)
 
 
-class Members(NamedTuple):
+@dataclass(frozen=True)
+class Members:
     """A process group, seen from this rank; ranks count within the group."""
 
-    group: dist.ProcessGroup
+    group: Any
     rank: int
     size: int
 
@@ -55,6 +56,18 @@ class Members(NamedTuple):
     def known(self) -> Known:
         """What the members agreed on, as long as the group lives."""
         return _KNOWN.setdefault(self.group, Known())
+
+    @property
+    def device(self) -> torch.device:
+        """Where a group sends from: the CPU, if it has an engine for that."""
+        backends = dist.get_backend_config(self.group)
+        return torch.device("cpu" if "cpu" in backends or "gloo" in backends else "cuda")
+
+    def exchanged(self, own: torch.Tensor) -> list[torch.Tensor]:
+        """What each member says of its tree: a tensor of the same size on all, apart from data."""
+        every = [torch.empty_like(own) for _ in range(self.size)]
+        control_of(self).allgather([every], [own]).wait()
+        return every
 
     def member(self, rank: int | None, group_rank: int | None, name: str) -> int:
         """The rank within the group, from one of both, as torch's own calls take them.
@@ -138,13 +151,7 @@ def control_of(members: Members) -> Any:
 def gathered(members: Members, values: Sequence[int]) -> list[list[int]]:
     """A few integers of each member, 8 bytes each."""
     own = torch.tensor(list(values), dtype=torch.int64, device="cpu")
-    return [part.tolist() for part in _gathered(members, own)]
-
-
-def _gathered(members: Members, own: torch.Tensor) -> list[torch.Tensor]:
-    every = [torch.empty_like(own) for _ in range(members.size)]
-    control_of(members).allgather([every], [own]).wait()
-    return every
+    return [part.tolist() for part in members.exchanged(own)]
 
 
 def gathered_texts(members: Members, text: str) -> list[str]:
@@ -153,5 +160,5 @@ def gathered_texts(members: Members, text: str) -> list[str]:
     sizes = [size for (size,) in gathered(members, [len(raw)])]
     own = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
     own[: len(raw)] = raw
-    every = _gathered(members, own)
+    every = members.exchanged(own)
     return [bytes(part[:size].tolist()).decode() for part, size in zip(every, sizes, strict=True)]

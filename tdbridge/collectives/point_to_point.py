@@ -18,7 +18,7 @@ from tdbridge.collectives.differences import differences
 from tdbridge.collectives.groups import Members
 from tdbridge.collectives.handle import Handle, told
 from tdbridge.collectives.reductions import pieces_of
-from tdbridge.collectives.trees import Carried, arrived, carried, device_of, new_buffer
+from tdbridge.collectives.trees import Carried, arrived, carried, new_buffer
 from tdbridge.errors import CollectiveError, LayoutError, TdbridgeError
 from tdbridge.layout.spec import Layout
 
@@ -46,7 +46,7 @@ def _head(layout: Layout, peer: tuple[int, str], members: Members) -> Sequence[T
     text = b"" if peer in members.known.sent else layout.to_json().encode()
     members.known.sent.add(peer)
     numbers = [*_halves(layout.fingerprint), len(text)]
-    device = device_of(members)
+    device = members.device
     head = torch.tensor(numbers, dtype=torch.int64, device=device)
     body = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device) if text else None
     return [head] if body is None else [head, body]
@@ -71,7 +71,7 @@ def irecv(tree: Any, src: int | None, members: Members, tag: int, check: Check, 
         with told(call, members):
             works = _receives(own.storage, src, members, tag)
         return Handle(call, members, works, partial(own.update, own.whole))
-    head = torch.empty(3, dtype=torch.int64, device=device_of(members))
+    head = torch.empty(3, dtype=torch.int64, device=members.device)
     earlier = _earlier(src, tag, members)
     works = []
     if src is not None and not earlier:
@@ -144,7 +144,7 @@ def _layout(head: Sequence[int], src: int, members: Members, tag: int, call: str
     if length:
         if not 0 < length < _MOST_TEXT:
             raise CollectiveError(f"{call}: got a head that no send of ours wrote: {list(head)}.")
-        raw = torch.empty(length, dtype=torch.uint8, device=device_of(members))
+        raw = torch.empty(length, dtype=torch.uint8, device=members.device)
         dist.recv(raw, group_src=src, group=members.group, tag=tag)
         try:
             layout = Layout.from_json(bytes(raw.tolist()).decode())

@@ -1,11 +1,11 @@
 """all_gather of batches of different lengths."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from tensordict import is_tensor_collection
 
-from tdbridge.collectives import exchanges
 from tdbridge.collectives.agreement import Check, numbers_of, taking_part
 from tdbridge.collectives.groups import Members
 from tdbridge.collectives.handle import Handle
@@ -16,8 +16,10 @@ from tdbridge.errors import CollectiveError
 from tdbridge.pytrees.arraydict import ArrayDict
 
 
-def all_gather(tree: Any, members: Members, stacked: bool, check: Check) -> Handle:
-    """See `tdbridge.collectives.all_gather` with `pad=True`."""
+def all_gather(
+    gather: Callable[..., Handle], tree: Any, members: Members, stacked: bool, check: Check
+) -> Handle:
+    """See `tdbridge.collectives.all_gather` with `pad=True`; `gather` takes equal lengths."""
     call = "all_gather(pad=True)"
     with taking_part(members, call, "always"):
         tensors = _with_batch(tree)
@@ -30,7 +32,7 @@ def all_gather(tree: Any, members: Members, stacked: bool, check: Check) -> Hand
             lambda leaf: leaf.new_zeros(rows[0], *leaf.shape[1:]), batch_size=rows
         )
         padded = torch.cat([tensors, zeros], dim=0)
-    handle = exchanges.all_gather(padded, members, stacked, check)
+    handle = gather(padded, members, stacked, check)
     back = (lambda td: td) if is_tensor_collection(tree) else as_jax
 
     def finish(found: Any) -> Any:

@@ -38,11 +38,11 @@ def all_reduce(
     tree: Any, op: Op, members: Members, where: Where | None, accumulate: Any, check: Check
 ) -> Handle:
     """See `tdbridge.collectives.all_reduce`."""
-    wide = _wide(accumulate)
-    call = _call("all_reduce", op, wide)
+    wide = wide_of(accumulate)
+    call = call_of("all_reduce", op, wide)
     with taking_part(members, call, check):
         own = carried(tree, members, written=True)
-        chosen, left_out = _chosen(own.layout, op, wide, where)
+        chosen, left_out = chosen_segments(own.layout, op, wide, where)
     agree(members, own.named(call), own.layout, check, left_out=left_out)
     wires = _wires(own.layout, own.storage, chosen, op, members, wide)
     with told(call, members):
@@ -59,11 +59,11 @@ def reduce(
     check: Check,
 ) -> Handle:  # fmt: skip
     """See `tdbridge.collectives.reduce`; `dst` counts within the group."""
-    wide = _wide(accumulate)
-    call = _call("reduce", op, wide, dst=members.ranks[dst])
+    wide = wide_of(accumulate)
+    call = call_of("reduce", op, wide, dst=members.ranks[dst])
     with taking_part(members, call, check):
         own = carried(tree, members, written=members.rank == dst)
-        chosen, left_out = _chosen(own.layout, op, wide, where)
+        chosen, left_out = chosen_segments(own.layout, op, wide, where)
     agree(members, own.named(call), own.layout, check, left_out=left_out)
     # What the engine leaves in the buffers of the others is undefined.
     storage = own.storage if members.rank == dst else own.storage.clone()
@@ -84,12 +84,12 @@ def reduce_scatter(
     trees: Any, op: Op, members: Members, where: Where | None, accumulate: Any, check: Check
 ) -> Handle:
     """See `tdbridge.collectives.reduce_scatter`."""
-    wide = _wide(accumulate)
-    call = _call("reduce_scatter", op, wide)
+    wide = wide_of(accumulate)
+    call = call_of("reduce_scatter", op, wide)
     with taking_part(members, call, check):
         every = all_carried(parts_of(trees, members.size, "reduce_scatter"), "reduce_scatter")
         own = every[members.rank]
-        chosen, left_out = _chosen(own.layout, op, wide, where)
+        chosen, left_out = chosen_segments(own.layout, op, wide, where)
     agree(members, call, own.layout, check, left_out=left_out)
     storage = own.storage.clone()
     works, wires = [], []
@@ -123,12 +123,18 @@ def _update(own: Carried, wires: Sequence[Wire]) -> Any:
     return own.update(own.whole)
 
 
-def _call(name: str, op: Op, wide: DType | None, **more: Any) -> str:
+def call_of(name: str, op: Op, wide: DType | None, **more: Any) -> str:
+    """The call with the arguments that have to be equal on all members."""
     said = {"op": op.name, "accumulate": wide and wide.name, **more}
     return f"{name}({', '.join(f'{k}={v!r}' for k, v in said.items() if v is not None)})"
 
 
-def _wide(accumulate: Any) -> DType | None:
+def wide_of(accumulate: Any) -> DType | None:
+    """The dtype that `accumulate=` names.
+
+    Raises:
+        CollectiveError: it is no floating-point dtype.
+    """
     if accumulate is None:
         return None
     try:
@@ -169,7 +175,7 @@ def _wires(
 
 
 @lru_cache(maxsize=256)
-def _chosen(
+def chosen_segments(
     layout: Layout, op: Op, wide: DType | None, where: Where | None
 ) -> tuple[tuple[int, ...], frozenset[str]]:
     """The segments that are reduced, and the dtypes that are not.

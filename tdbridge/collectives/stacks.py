@@ -15,7 +15,7 @@ from tdbridge.errors import CollectiveError
 from tdbridge.layout.dtypes import dtype_of
 from tdbridge.layout.fill import runs_of
 from tdbridge.layout.spec import Path, path_str
-from tdbridge.layout.tree import BUILDERS, Node, rebuild, tree_of
+from tdbridge.layout.tree import BUILDERS, Node, is_node, rebuild, tree_of
 from tdbridge.pytrees.arraydict import ArrayDict
 from tdbridge.pytrees.packed import PackedArrayDict
 
@@ -43,6 +43,16 @@ def _stacked(tree: Carried, rows: Tensor) -> Any:
         all_of_run = torch.as_strided(flat, shape, (step, apart, *inner), run.offset)
         views += map(Tensor.detach, all_of_run.unbind())
     return rebuild(_with_rows(node, len(rows), ()), iter([views[i] for i in placement.plan.order]))
+
+
+def check_stacks(tree: Any) -> None:
+    """Checks that trees like this one can be stacked; a pytree of others always can.
+
+    Raises:
+        CollectiveError: a part of it cannot.
+    """
+    if is_node(tree):
+        _with_rows(tree_of(tree), 1, ())
 
 
 def _with_rows(node: Node, count: int, path: Path) -> Node:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import torch
-import torch.distributed as dist
 from tensordict import TensorDict, is_tensor_collection
 from torch import Tensor
 
@@ -263,13 +262,7 @@ def whole_like(carried: Carried, storage: Tensor) -> Any:
 def new_buffer(layout: Layout | None, members: Members) -> Tensor:
     """A buffer for what a member is sent without having a tree, where the group can write."""
     assert layout is not None  # noqa: S101 - `agree` gives one
-    return torch.empty(layout.nbytes, dtype=torch.uint8, device=device_of(members))
-
-
-def device_of(members: Members) -> torch.device:
-    """Where a group sends from: the CPU, if it has an engine for that."""
-    backends = dist.get_backend_config(members.group)
-    return torch.device("cpu" if "cpu" in backends or "gloo" in backends else "cuda")
+    return torch.empty(layout.nbytes, dtype=torch.uint8, device=members.device)
 
 
 def arrived(layout: Layout | None, storage: Tensor, to: str) -> Any:

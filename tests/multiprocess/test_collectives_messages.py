@@ -75,7 +75,7 @@ def counting() -> Iterator[Counter[str]]:
             function = wrapped(name, getattr(c10d, name))
             patch.setattr(c10d, name, function)
             patch.setattr(dist, name, function)
-        patch.setattr(groups, "_gathered", wrapped("question", groups._gathered))
+        patch.setattr(groups.Members, "exchanged", wrapped("question", groups.Members.exchanged))
         yield count
 
 

@@ -104,7 +104,7 @@ def members_of(group: Any) -> Members:
             "first."
         )
     found = _process_group(group)
-    rank = dist.get_rank(found)
+    rank = -1 if found == dist.GroupMember.NON_GROUP_MEMBER else dist.get_rank(found)
     if rank < 0:
         raise CollectiveError("this process is no member of the group.")
     return Members(found, rank, dist.get_world_size(found))
@@ -123,8 +123,9 @@ def _process_group(group: Any) -> dist.ProcessGroup:
     if isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):
         mesh, dim = group
         return mesh.get_group(dim)
-    if isinstance(group, dist.ProcessGroup):
-        return group
+    # `new_group` gives a number to those that are no members.
+    if isinstance(group, dist.ProcessGroup) or group == dist.GroupMember.NON_GROUP_MEMBER:
+        return group  # type: ignore[return-value]
     raise CollectiveError(
         f"got group={group!r}: pass a ProcessGroup, a DeviceMesh, (DeviceMesh, dimension), or "
         "None for the default group."

@@ -43,6 +43,7 @@ def cases(quick: bool) -> Iterable[Case]:
     yield Case(f"broadcast-{COUNT}", _ranked(_broadcast, COUNT), moved)
     yield Case(f"all_gather-{COUNT}", _ranked(_all_gather, COUNT, True), moved)
     yield Case(f"all_gather-{COUNT}-list", _ranked(_all_gather, COUNT, False), moved)
+    yield Case(f"all_gather-{COUNT}-out", _ranked(_all_gather, COUNT, True, True), moved)
     for name, prepare in _PREPARED.items():
         yield Case(f"pickle-{COUNT}{name}", partial(_pickle, COUNT, prepare), half)
     if not HAS_RAY:
@@ -118,11 +119,12 @@ def _broadcast(count: int) -> Contenders:
     )
 
 
-def _all_gather(count: int, stacked: bool) -> Contenders:
+def _all_gather(count: int, stacked: bool, again: bool = False) -> Contenders:
     td, theirs = tdbridge.consolidate(_flat(count)), _flat(count).consolidate(metadata=True)
+    out = collectives.all_gather(td) if again else None
     bare = _joined(_flat(count))
     return Contenders(
-        lambda: collectives.all_gather(td, stacked=stacked),
+        lambda: collectives.all_gather(td, stacked=stacked, out=out),
         {"tensordict": theirs.all_gather},
         floor=lambda: dist.all_gather([torch.empty_like(bare) for _ in range(2)], bare),
         values=_stacked_values,

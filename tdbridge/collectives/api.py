@@ -212,6 +212,7 @@ def all_gather(
     *,
     stacked: bool = True,
     pad: bool = False,
+    out: Any = None,
     check: Check = "first",
 ) -> Any:
     """Gives every member the trees of all: one message for the whole tree.
@@ -226,6 +227,8 @@ def all_gather(
         pad: members have batches of different lengths, in the first dimension. Leaves are padded
             with zeros to the longest; in the list each has its own length. The lengths cost 8 bytes
             a member each time.
+        out: what an earlier call gave for a tree of this layout, to be written to instead of new
+            memory. For TensorDicts over torch.distributed, stacked and not padded.
         check: as of `all_reduce`.
 
     Returns:
@@ -235,11 +238,16 @@ def all_gather(
     Raises:
         CollectiveError: as of `all_reduce`; or the tree has leaves that no stack is made of.
     """
+    in_place = out is not None
+    if in_place and (pad or not stacked or isinstance(group, Mesh) or is_axis(group)):
+        raise CollectiveError("out= is for stacked trees over torch.distributed, without pad=True.")
     if _is_axis(group, async_op):
         if pad:
             raise refused("pad=True")
         return axis.all_gather(tree, group, stacked)
     members = _members(group, check)
+    if in_place:
+        return _given(exchanges.all_gather(tree, members, stacked, check, out), async_op)
     engine = _engine(members, exchanges)
     gather = partial(ragged.all_gather, engine.all_gather) if pad else engine.all_gather
     return _given(gather(tree, members, stacked, check), async_op)

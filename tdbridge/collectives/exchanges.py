@@ -12,7 +12,14 @@ from tdbridge.collectives.agreement import Check, agree, taking_part
 from tdbridge.collectives.groups import Members
 from tdbridge.collectives.handle import Handle, told
 from tdbridge.collectives.reductions import pieces_of
-from tdbridge.collectives.stacks import all_carried, given_back, parts_of, rows_for, same_leaves
+from tdbridge.collectives.stacks import (
+    all_carried,
+    given_back,
+    parts_of,
+    rows_for,
+    rows_under,
+    same_leaves,
+)
 from tdbridge.collectives.trees import Carried, arrived, carried, new_buffer
 
 
@@ -36,19 +43,21 @@ def broadcast(tree: Any, src: int, members: Members, check: Check, to: str) -> H
     return Handle(call, members, works, finish)
 
 
-def all_gather(tree: Any, members: Members, stacked: bool, check: Check) -> Handle:
+def all_gather(tree: Any, members: Members, stacked: bool, check: Check, out: Any = None) -> Handle:
     """See `tdbridge.collectives.all_gather`."""
     call = "all_gather()"
     with taking_part(members, call, check):
         own = carried(tree)
+        rows = None if out is None else rows_under(out, own, members.size)
     agree(members, call, own.layout, check)
-    buffers = _buffers(own, members.size, stacked)
+    buffers = _buffers(own, members.size, stacked) if rows is None else rows
     works: list[Any] = []
     if own.storage.numel():
         with told(call, members):
             work = dist.all_gather(list(buffers), own.storage, members.group, async_op=True)
         works.append(work)
-    return Handle(call, members, works, partial(given_back, own, buffers, stacked))
+    finish = partial(given_back, own, buffers, stacked) if rows is None else lambda: out
+    return Handle(call, members, works, finish)
 
 
 def gather(tree: Any, dst: int, members: Members, stacked: bool, check: Check) -> Handle:

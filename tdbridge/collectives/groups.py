@@ -104,15 +104,15 @@ def members_of(group: Any) -> Members:
             "first."
         )
     found = _process_group(group)
-    rank = -1 if found == dist.GroupMember.NON_GROUP_MEMBER else dist.get_rank(found)
-    if rank < 0:
+    # `new_group` gives a number to those that are no members.
+    if found == dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(found) < 0:
         raise CollectiveError("this process is no member of the group.")
-    return Members(found, rank, dist.get_world_size(found))
+    return Members(found, dist.get_rank(found), dist.get_world_size(found))
 
 
-def _process_group(group: Any) -> dist.ProcessGroup:
+def _process_group(group: Any) -> Any:
     if group is None:
-        return dist.group.WORLD  # type: ignore[return-value]
+        return dist.group.WORLD
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             names = group.mesh_dim_names or tuple(range(group.ndim))
@@ -123,9 +123,8 @@ def _process_group(group: Any) -> dist.ProcessGroup:
     if isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):
         mesh, dim = group
         return mesh.get_group(dim)
-    # `new_group` gives a number to those that are no members.
     if isinstance(group, dist.ProcessGroup) or group == dist.GroupMember.NON_GROUP_MEMBER:
-        return group  # type: ignore[return-value]
+        return group
     raise CollectiveError(
         f"got group={group!r}: pass a ProcessGroup, a DeviceMesh, (DeviceMesh, dimension), or "
         "None for the default group."

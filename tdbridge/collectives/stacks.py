@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from tdbridge.collectives.trees import Carried, carried, whole_like
 from tdbridge.errors import CollectiveError
 from tdbridge.layout.dtypes import dtype_of
 from tdbridge.layout.fill import runs_of
-from tdbridge.layout.spec import Path, path_str
-from tdbridge.layout.tree import BUILDERS, Node, is_node, rebuild, tree_of
+from tdbridge.layout.spec import Layout, Path, path_str
+from tdbridge.layout.tree import BUILDERS, Node, is_node, leaves_of, rebuild, tree_of
 from tdbridge.pytrees.arraydict import ArrayDict
 from tdbridge.pytrees.packed import PackedArrayDict
 
@@ -43,6 +44,42 @@ def _stacked(tree: Carried, rows: Tensor) -> Any:
         all_of_run = torch.as_strided(flat, shape, (step, apart, *inner), run.offset)
         views += map(Tensor.detach, all_of_run.unbind())
     return rebuild(_with_rows(node, len(rows), ()), iter([views[i] for i in placement.plan.order]))
+
+
+def rows_under(out: Any, tree: Carried, count: int) -> Tensor:
+    """The rows of what `given_back` gave earlier for trees of this layout.
+
+    Raises:
+        CollectiveError: `out` is something else.
+    """
+    leaves = leaves_of(tree_of(out)) if is_tensor_collection(out) else []
+    sizes, dtypes, offsets = _as_rows(tree.placement.layout, tree.placement.plan.order, count)
+    if [leaf.shape for leaf in leaves] == sizes and [leaf.dtype for leaf in leaves] == dtypes:
+        filled = next((leaf for leaf in leaves if leaf.numel()), None)
+        if filled is None:
+            return rows_for(tree, count)  # of no bytes
+        storage, size = filled.untyped_storage(), len(tree.storage)
+        start = storage.data_ptr()
+        # What starts inside of this memory is in this storage.
+        places = [0 if offset is None else start + offset for offset in offsets]
+        if storage.nbytes() == count * size and list(map(Tensor.data_ptr, leaves)) == places:
+            raw = torch.empty(0, dtype=torch.uint8, device=filled.device)
+            return raw.set_(storage, 0, (count, size), (size, 1))
+    raise CollectiveError(
+        "got out= that is not what all_gather gave for a tree of this layout and this group: pass "
+        "what an earlier call gave, or None."
+    )
+
+
+@lru_cache(maxsize=64)
+def _as_rows(layout: Layout, order: tuple[int, ...], count: int) -> tuple[list[Any], ...]:
+    """The shape, the dtype and the offset of each leaf of such a stack; None if it is empty."""
+    specs = [layout.leaves[i] for i in order]
+    return (
+        [torch.Size((count, *spec.shape)) for spec in specs],
+        [dtype_of(spec.dtype).in_torch for spec in specs],
+        [spec.offset if spec.numel else None for spec in specs],
+    )
 
 
 def check_stacks(tree: Any) -> None:

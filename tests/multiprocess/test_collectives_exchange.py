@@ -17,9 +17,13 @@ from tests.multiprocess.trees import (
     COMPLEX,
     FLOAT8,
     FORMS,
+    arraydict,
     bits,
+    columns,
     consolidated,
+    group_of,
     part,
+    text_of,
     wrong,
 )
 
@@ -84,6 +88,31 @@ def test_gathering_gives_the_trees_of_all(each: Pool, form: str):
         assert [wrong(tree, of_rank(i)) for i, tree in enumerate(trees)] == [[]] * each.size
         assert one is None if rank else not wrong(one, stack_of(each.size))
         assert (kinds, aligned) == ([kind, kind], True)
+
+
+def gathered_again() -> Any:
+    rank = dist.get_rank()
+    first = collectives.all_gather(consolidated(NAMES, 7, *SHAPE))
+    leaves = [leaf.data_ptr() for leaf in first.values(True, True)]
+    again = collectives.all_gather(columns(NAMES, rank, *SHAPE), out=first)
+    same = again is first and leaves == [leaf.data_ptr() for leaf in again.values(True, True)]
+    group = group_of(tuple(range(dist.get_world_size())))
+    wrongs = [
+        text_of(collectives.all_gather, consolidated(NAMES, 7, 2, 2), group, out=first),
+        text_of(collectives.all_gather, consolidated(NAMES, 7, *SHAPE), group, out=first.clone()),
+        text_of(collectives.all_gather, arraydict(NAMES, 7, *SHAPE), group, out={}),
+        text_of(collectives.all_gather, first, group, out=first, pad=True),
+    ]
+    return bits(again), same, wrongs
+
+
+def test_gathering_into_what_was_given_before(two: Pool):
+    """The same leaves with new values; anything else is refused."""
+    for found, same, wrongs in two.run(gathered_again):
+        assert not wrong(found, stack_of(2))
+        assert same
+        assert all("not what all_gather gave" in text for text in wrongs[:3]), wrongs
+        assert "out= is for stacked trees" in wrongs[3]
 
 
 def exchanged() -> Any:

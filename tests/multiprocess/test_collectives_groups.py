@@ -93,7 +93,7 @@ def test_recv_without_a_source_takes_what_comes_first(three: Pool):
 
 
 def hostile(head: list[int], text: bytes) -> Any:
-    group = dist.new_group([0, 1])
+    group: Any = dist.new_group([0, 1])
     if dist.get_rank() == 1:
         dist.send(torch.tensor(head), 0, group)
         if text:

@@ -41,9 +41,8 @@ def is_axis(group: Any) -> bool:
 
 def all_reduce(tree: Any, op: Op, axis: Axis, where: Where | None, wide: DType | None) -> Any:
     """See `tdbridge.collectives.all_reduce`. Sums and means have the gradient of `lax.psum`."""
-    leaves, treedef = flat_leaves(tree)
+    members, (leaves, treedef) = members_of(axis), flat_leaves(tree)
     chosen = chosen_leaves(tree, leaves, op, where, wide)
-    members = members_of(axis)
 
     def reduce(values: list[Any]) -> Sequence[Any]:
         values = [along(value, axis) for value in values]

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("multiprocess")]
 ONCE = Timing(1, at_least_ns=1, warmups=0)
 CASES = """
 all_reduce-10 all_reduce-10-apart all_reduce-large broadcast-10 all_gather-10 all_gather-10-list
-pickle-10 pickle-10-arraydict pickle-10-packed
+all_gather-10-out pickle-10 pickle-10-arraydict pickle-10-packed
 """.split()
 
 

@@ -128,17 +128,17 @@ def test_a_head_that_no_send_wrote_is_refused(two: Pool, head: list[int], text: 
 
 
 def left(make: Any) -> Any:
-    rank = dist.get_rank()
+    rank, group = dist.get_rank(), dist.new_group([0, 1])
     tree, other = [make(own(n=TensorDict(y=torch.ones(2, 2)), name="run")) for _ in range(2)]
     before = described(tree)
-    collectives.broadcast((tree, other)[rank], 0)
+    collectives.broadcast((tree, other)[rank], 0, group)
     collectives.reduce((other, tree)[rank], 0)
-    collectives.all_gather(tree)
-    collectives.gather(tree, 0)
+    collectives.all_gather(tree, group)
+    collectives.gather(tree, 0, group)
     if rank:
-        collectives.send(tree, 0)
+        collectives.send(tree, 0, group)
     else:
-        collectives.recv(None, 1)
+        collectives.recv(None, 1, group)
     again = pickle.loads(pickle.dumps(tree))
     return before == described(tree), list(again["x"]) == list(tree["x"]), again["name"]
 

@@ -349,7 +349,7 @@ def send(
 ) -> None:
     """Sends a tree to `recv` of one other member: a head of 24 bytes, then one message.
 
-    The layout goes along the first time that the member gets it.
+    The layout goes along the first time that the member gets it by that tag.
 
     Args:
         tree: as of `all_reduce`. It is only read.

@@ -24,8 +24,8 @@ class Known:
         layouts: by call, the layout for a rank that has no tree, or its text.
         listening: the calls that some rank has no tree for, so that all ask each time.
         lost: why nothing can be exchanged any more, if so.
-        sent: by peer, the layouts that it was sent.
-        received: by peer and fingerprint, the layouts that it sent.
+        sent: by peer and tag, the layouts that it was sent.
+        received: by peer, tag and fingerprint, the layouts that it sent.
         pending: the receives that were begun, by peer and tag, in their order.
     """
 
@@ -34,8 +34,8 @@ class Known:
     layouts: dict[Any, Layout | str] = field(default_factory=dict)
     listening: set[Any] = field(default_factory=set)
     lost: str = ""
-    sent: set[tuple[int, str]] = field(default_factory=set)
-    received: dict[tuple[int, str], Layout] = field(default_factory=dict)
+    sent: set[tuple[int, int, str]] = field(default_factory=set)
+    received: dict[tuple[int, int, str], Layout] = field(default_factory=dict)
     pending: list[tuple[int | None, int, Any]] = field(default_factory=list)
 
 

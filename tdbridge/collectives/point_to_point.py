@@ -1,4 +1,4 @@
-"""send and recv: a head of 24 bytes, the layout where the peer has not had it yet, the buffer.
+"""send and recv: a head of 24 bytes, the layout where the peer has not had it, the buffer.
 
 The receiver knows from the head what comes before it writes anything. What it does not want is
 taken off the wire all the same, so that neither side waits for the other.
@@ -32,7 +32,7 @@ def isend(tree: Any, dst: int, members: Members, tag: int, check: Check) -> Hand
     own = carried(tree)
     messages: list[Tensor] = []
     if check != "never":
-        messages += _head(own.layout, (dst, own.layout.fingerprint), members)
+        messages += _head(own.layout, (dst, tag, own.layout.fingerprint), members)
     messages += pieces_of(own.storage)
     with told(call, members):
         works = [
@@ -42,7 +42,7 @@ def isend(tree: Any, dst: int, members: Members, tag: int, check: Check) -> Hand
     return Handle(call, members, works, messages.clear)
 
 
-def _head(layout: Layout, peer: tuple[int, str], members: Members) -> Sequence[Tensor]:
+def _head(layout: Layout, peer: tuple[int, int, str], members: Members) -> Sequence[Tensor]:
     text = b"" if peer in members.known.sent else layout.to_json().encode()
     members.known.sent.add(peer)
     numbers = [*_halves(layout.fingerprint), len(text)]
@@ -79,9 +79,12 @@ def irecv(tree: Any, src: int | None, members: Members, tag: int, check: Check, 
             works.append(dist.irecv(head, group_src=src, group=members.group, tag=tag))
 
     def finish() -> Any:
-        for handle in earlier:
+        # What has ended is not kept: it has the tree that came.
+        pending = members.known.pending
+        pending[:] = [one for one in pending if one[2] is not handle]
+        for other in earlier:
             with suppress(TdbridgeError):  # whoever waits for it is told
-                handle.wait()
+                other.wait()
         with told(call, members):
             source = src
             if source is None:
@@ -140,7 +143,7 @@ def _receives(storage: Tensor, src: int, members: Members, tag: int) -> list[Any
 def _layout(head: Sequence[int], src: int, members: Members, tag: int, call: str) -> Layout:
     """The layout that a head announces, received or known."""
     *halves, length = head
-    received, key = members.known.received, (src, f"{halves}")
+    received, key = members.known.received, (src, tag, f"{halves}")
     if length:
         if not 0 < length < _MOST_TEXT:
             raise CollectiveError(f"{call}: got a head that no send of ours wrote: {list(head)}.")

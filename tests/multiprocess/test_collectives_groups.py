@@ -1,7 +1,9 @@
 """Which ranks take part, who may send to whom, and what is left of the trees that were sent."""
 
+import gc
 import pickle
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -90,6 +92,39 @@ def from_any() -> Any:
 
 def test_recv_without_a_source_takes_what_comes_first(three: Pool):
     assert three.run(from_any)[0] == [1, 2]
+
+
+def by_tags() -> Any:
+    group: Any = dist.new_group([0, 1])
+    if dist.get_rank() == 0:
+        handles = [collectives.isend(own(), 1, group, tag=tag) for tag in (1, 2)]
+        handles += [collectives.isend(own(z=torch.ones(2)), 1, group, tag=1)]
+        return [handle.wait() for handle in handles]
+    second = collectives.recv(None, 0, group, tag=2)
+    first = collectives.recv(None, 0, group, tag=1)
+    third = collectives.recv(None, 0, group, tag=1)
+    return [sorted(tree.keys()) for tree in (second, first, third)]
+
+
+def test_tags_may_be_received_in_another_order(two: Pool):
+    """The layout goes along for each tag."""
+    assert two.run(by_tags)[1] == [["k", "x"], ["k", "x"], ["k", "x", "z"]]
+
+
+def dropped() -> Any:
+    group: Any = dist.new_group([0, 1])
+    if dist.get_rank() == 0:
+        collectives.send(own(), 1, group)
+        return None
+    found = collectives.recv(None, 0, group)
+    alive = ref(found)
+    del found
+    gc.collect()
+    return alive() is None
+
+
+def test_what_was_received_is_kept_by_nobody_else(two: Pool):
+    assert two.run(dropped)[1]
 
 
 def hostile(head: list[int], text: bytes) -> Any:

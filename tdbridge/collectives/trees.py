@@ -178,20 +178,20 @@ _ALIKE = "two keys of the tree are written alike."
 
 def _nested(parts: Parts) -> TensorDict:
     """The leaves of a pytree under their paths."""
-    paths, tensors = parts.paths(), []
+    paths, leaves = parts.paths(), []
     for path, leaf in zip(paths, parts.leaves, strict=True):
         if not isinstance(leaf, (Tensor, jax.Array, np.ndarray, np.generic)):
             raise CollectiveError(
                 f"{path_str(path)}: got a {type(leaf).__name__}, which is no tensor or array."
             )
         array = np.asarray(leaf) if isinstance(leaf, np.generic) else local_leaf(leaf)
-        tensors.append(to_torch(array))
-    return TensorDict(_under(paths, tensors), [])
+        leaves.append(array)
+    return TensorDict(to_torch(_under(paths, leaves)), [])
 
 
-def _under(paths: Sequence[Path], tensors: Sequence[Tensor]) -> dict[str, Any]:
+def _under(paths: Sequence[Path], leaves: Sequence[Any]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
-    for path, tensor in zip(paths, tensors, strict=True):
+    for path, leaf in zip(paths, leaves, strict=True):
         node = nested
         for key in path[:-1]:
             node = node.setdefault(key, {})
@@ -200,7 +200,7 @@ def _under(paths: Sequence[Path], tensors: Sequence[Tensor]) -> dict[str, Any]:
         last = path[-1] if path else "value"
         if last in node:
             raise CollectiveError(f"{path_str(path)}: {_ALIKE}")
-        node[last] = tensor
+        node[last] = leaf
     return nested
 
 

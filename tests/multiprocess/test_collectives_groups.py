@@ -5,6 +5,7 @@ import pickle
 from typing import Any
 from weakref import ref
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -76,6 +77,16 @@ def test_a_dimension_of_a_device_mesh_is_a_group(four: Pool):
         assert along_b == [sum(10.0**r for r in row)] * 3
         assert sub == [10.0 ** row[1]] * 3
         assert "2 dimensions ('a', 'b'): pass (mesh, dimension)" in error
+
+
+def test_an_array_that_cannot_go_is_named():
+    store = dist.HashStore()  # type: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with pytest.raises(tdbridge.LeafTypeError, match=r"\['a', 'k'\]: got dtype"):
+            collectives.all_reduce({"a": {"k": np.array(["x"])}, "b": torch.ones(1)})
+    finally:
+        dist.destroy_process_group()
 
 
 def test_without_a_group_there_is_one_clear_error():

@@ -12,7 +12,7 @@ from tdbridge.collectives.axis_leaves import refused
 from tdbridge.collectives.groups import Members, members_of
 from tdbridge.collectives.handle import Handle
 from tdbridge.collectives.ops import SUM, op_of
-from tdbridge.collectives.reductions import Where
+from tdbridge.collectives.wire import Where
 from tdbridge.errors import CollectiveError
 
 To = Literal["torch", "jax"]

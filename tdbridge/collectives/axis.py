@@ -14,7 +14,6 @@ from jax import lax
 
 from tdbridge.collectives.axis_leaves import (
     Axis,
-    Where,
     along,
     bits_of,
     chosen_leaves,
@@ -28,7 +27,8 @@ from tdbridge.collectives.axis_leaves import (
     reduced,
     rows_of,
 )
-from tdbridge.collectives.ops import MAX, MEAN, MIN, PRODUCT, Op
+from tdbridge.collectives.ops import MAX, MIN, PRODUCT, Op
+from tdbridge.collectives.wire import Where
 from tdbridge.errors import CollectiveError
 from tdbridge.layout.dtypes import DType
 
@@ -50,11 +50,10 @@ def all_reduce(tree: Any, op: Op, axis: Axis, where: Where | None, wide: DType |
             return lax.pmax(over_rows(op, gathered_rows(values, axis)), axis)
         if op.name in (MAX, MIN):
             return {MAX: lax.pmax, MIN: lax.pmin}[op.name](values, axis)
-        total = lax.psum(values, axis)
-        return [value / members for value in total] if op.name == MEAN else total
+        return lax.psum(values, axis)
 
     with jax.enable_x64(True):  # 64 bits stay 64 bits
-        found = reduced([leaves[i] for i in chosen], op, wide, reduce)
+        found = reduced([leaves[i] for i in chosen], op, members, wide, reduce)
         for i, value in zip(chosen, found, strict=True):
             leaves[i] = value
         return treedef.unflatten(leaves)
@@ -69,12 +68,11 @@ def reduce_scatter(trees: Any, op: Op, axis: Axis, where: Where | None, wide: DT
     def reduce(rows: list[Any]) -> Sequence[Any]:
         if op.name in (MAX, MIN, PRODUCT):
             return over_rows(op, exchanged_rows(rows, axis))
-        own = joined_rows(rows, lambda row: lax.psum_scatter(row, axis), 0, axis)
-        return [value / members for value in own] if op.name == MEAN else own
+        return joined_rows(rows, lambda row: lax.psum_scatter(row, axis), 0, axis)
 
     with jax.enable_x64(True):
         new = [row[lax.axis_index(axis)] for row in leaves]
-        found = reduced([leaves[i] for i in chosen], op, wide, reduce)
+        found = reduced([leaves[i] for i in chosen], op, members, wide, reduce)
         for i, value in zip(chosen, found, strict=True):
             new[i] = value
         return treedef.unflatten(new)

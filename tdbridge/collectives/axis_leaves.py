@@ -6,12 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
 from jax import lax
 
-from tdbridge.collectives.ops import MAX, PRODUCT, Op
+from tdbridge.collectives.ops import MAX, MEAN, PRODUCT, Op
 from tdbridge.collectives.stacks import check_stacks, parts_of
-from tdbridge.collectives.wire import check_op
+from tdbridge.collectives.wire import Where, takes_part
 from tdbridge.convert.leaves import with_paths
 from tdbridge.errors import CollectiveError, LeafTypeError
 from tdbridge.layout.dtypes import DType, dtype_of
@@ -19,7 +18,6 @@ from tdbridge.layout.spec import path_str
 from tdbridge.pytrees.packed import PackedArrayDict, over_segments
 
 Axis = str | tuple[str, ...]
-Where = Callable[[Any], bool]
 OnLeaves = Callable[[list[Any]], Sequence[Any]]
 
 
@@ -35,7 +33,7 @@ def flat_leaves(tree: Any) -> tuple[list[Any], Any]:
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)) or _is_key(leaf):
             advice = "convert torch tensors by tdbridge.to_jax before, PRNG keys by key_data"
-            raise LeafTypeError(f"{_path(tree, i)}: got a {_kind(leaf)}, no array: {advice}.")
+            raise LeafTypeError(f"{_paths(tree)[i]}: got a {_kind(leaf)}, no array: {advice}.")
     with jax.enable_x64(True):
         return list(map(jnp.asarray, leaves)), treedef
 
@@ -48,8 +46,8 @@ def _kind(leaf: Any) -> str:
     return str(leaf.dtype) if isinstance(leaf, jax.Array) else type(leaf).__name__
 
 
-def _path(tree: Any, position: int) -> str:
-    return path_str(with_paths(tree, lambda _: False)[position][0])
+def _paths(tree: Any) -> list[str]:
+    return [path_str(path) for path, _ in with_paths(tree, lambda _: False)]
 
 
 def chosen_leaves(
@@ -60,11 +58,9 @@ def chosen_leaves(
     Raises:
         CollectiveError: one cannot be. It is named.
     """
-    chosen = []
+    chosen, paths = [], _paths(tree)
     for i, leaf in enumerate(leaves):
-        dtype = dtype_of(np.dtype(leaf.dtype))
-        if where is None or where(torch.empty(0, dtype=dtype.in_torch)):
-            check_op(dtype, op, wide, _path(tree, i))
+        if takes_part(dtype_of(np.dtype(leaf.dtype)), op, wide, where, paths[i]):
             chosen.append(i)
     return chosen
 
@@ -79,12 +75,16 @@ def along(leaf: Any, axis: Axis) -> Any:
     return lax.pcast(leaf, missing, to="varying") if 0 < len(missing) < len(names) else leaf
 
 
-def reduced(leaves: Sequence[Any], op: Op, wide: DType | None, reduce: OnLeaves) -> list[Any]:
-    """`reduce` of the leaves in dtypes that can be added up and compared."""
+def reduced(
+    leaves: Sequence[Any], op: Op, members: int, wide: DType | None, reduce: OnLeaves
+) -> list[Any]:
+    """`reduce` of the leaves in dtypes that can be added up and compared; of a mean the sum."""
     sent = [leaf.astype(_sent(leaf.dtype, wide)) for leaf in leaves]
     if op.factor != 1:
         sent = [leaf * jnp.asarray(op.factor, leaf.dtype) for leaf in sent]
     new = reduce(sent) if sent else ()
+    if op.name == MEAN:
+        new = [value / members for value in new]
     return [value.astype(leaf.dtype) for value, leaf in zip(new, leaves, strict=True)]
 
 

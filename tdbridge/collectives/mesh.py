@@ -22,11 +22,13 @@ from tdbridge.collectives.agreement import Check, agree, taking_part
 from tdbridge.collectives.groups import Known, Members
 from tdbridge.collectives.handle import Handle, told
 from tdbridge.collectives.ops import Op
-from tdbridge.collectives.reductions import Where, call_of, chosen_segments, wide_of
+from tdbridge.collectives.reductions import call_of, chosen_segments, wide_of
 from tdbridge.collectives.stacks import all_carried, given_back, parts_of
 from tdbridge.collectives.trees import Carried, arrived, carried, new_buffer, whole_like
+from tdbridge.collectives.wire import Where
 from tdbridge.convert import to_jax
 from tdbridge.errors import CollectiveError
+from tdbridge.layout.placement import segments_of
 
 _AXIS = "members"
 
@@ -108,11 +110,14 @@ def reduce_scatter(
     rows = [torch.stack([one.placement.segments[i] for one in every]) for i in chosen]
     with told(call, members):
         found = _perform(members, _reduce_rows, (op, wide), rows)
-    new = whole_like(own, own.storage.clone())
-    like = carried(new)
-    segments = [like.placement.segments[i] for i in chosen]
-    update = own._replace(update=own.like, whole=new)
-    return Handle(call, members, [], partial(_finish, update, segments, found))
+    storage = own.storage.clone()
+
+    def finish() -> Any:
+        flats = segments_of(own.layout, storage)
+        _write([flats[i] for i in chosen], found)
+        return own.like(whole_like(own, storage))
+
+    return Handle(call, members, [], finish)
 
 
 def broadcast(tree: Any, src: int, members: MeshMembers, check: Check, to: str) -> Handle:

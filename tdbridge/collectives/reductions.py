@@ -1,6 +1,6 @@
 """all_reduce, reduce and reduce_scatter over torch.distributed: a message per dtype segment."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -14,13 +14,11 @@ from tdbridge.collectives.handle import Handle, told
 from tdbridge.collectives.ops import MAX, MEAN, MIN, PRODUCT, SUM, Op
 from tdbridge.collectives.stacks import all_carried, parts_of
 from tdbridge.collectives.trees import Carried, carried, whole_like
-from tdbridge.collectives.wire import Wire, check_op, wire_for
+from tdbridge.collectives.wire import Where, Wire, takes_part, wire_for
 from tdbridge.errors import CollectiveError, LeafTypeError
 from tdbridge.layout.dtypes import DType, dtype_of
 from tdbridge.layout.placement import segments_of
 from tdbridge.layout.spec import Layout, path_str
-
-Where = Callable[[Any], bool]
 
 CHUNK = 2**22
 """Bytes in one message: longer segments go in several, all in flight at once."""
@@ -44,7 +42,7 @@ def all_reduce(
         own = carried(tree, members, written=True)
         chosen, left_out = chosen_segments(own.layout, op, wide, where)
     agree(members, own.named(call), own.layout, check, left_out=left_out)
-    wires = _wires(own.layout, own.storage, chosen, op, members, wide)
+    wires = _wires(own.layout, own.placement.segments, chosen, op, members, wide)
     with told(call, members):
         works = [
             dist.all_reduce(piece, op=_TORCH[op.name], group=members.group, async_op=True)
@@ -66,8 +64,9 @@ def reduce(
         chosen, left_out = chosen_segments(own.layout, op, wide, where)
     agree(members, own.named(call), own.layout, check, left_out=left_out)
     # What the engine leaves in the buffers of the others is undefined.
-    storage = own.storage if members.rank == dst else own.storage.clone()
-    wires = _wires(own.layout, storage, chosen, op, members, wide)
+    here = members.rank == dst
+    flats = own.placement.segments if here else segments_of(own.layout, own.storage.clone())
+    wires = _wires(own.layout, flats, chosen, op, members, wide)
     with told(call, members):
         works = [
             dist.reduce(
@@ -76,7 +75,7 @@ def reduce(
             for wire in wires
             for piece in pieces_of(wire.sent)
         ]
-    finish = partial(_update, own, wires) if members.rank == dst else lambda: None
+    finish = partial(_update, own, wires) if here else lambda: None
     return Handle(call, members, works, finish)
 
 
@@ -92,12 +91,14 @@ def reduce_scatter(
         chosen, left_out = chosen_segments(own.layout, op, wide, where)
     agree(members, call, own.layout, check, left_out=left_out)
     storage = own.storage.clone()
-    works, wires = [], []
+    flats = segments_of(own.layout, storage)
+    wires = _wires(own.layout, flats, chosen, op._replace(factor=1.0), members, wide)
+    works = []
     with told(call, members):
-        for number, (flat, dtype) in _segments(own.layout, storage, chosen):
-            sources = [_segments_at(one, number).clone() for one in every]
+        for i, wire in zip(chosen, wires, strict=True):
+            dtype = dtype_of(own.layout.segments[i].dtype)
+            sources = [one.placement.segments[i].clone() for one in every]
             sent = [wire_for(source, dtype, op, members.size, wide).sent for source in sources]
-            wire = wire_for(flat, dtype, op._replace(factor=1.0), members.size, wide)
             works.append(
                 dist.reduce_scatter_tensor(
                     wire.sent,
@@ -107,7 +108,6 @@ def reduce_scatter(
                     async_op=True,
                 )
             )
-            wires.append(wire)
 
     def finish() -> Any:
         for wire in wires:
@@ -155,23 +155,12 @@ def pieces_of(flat: Tensor) -> Sequence[Tensor]:
     return flat.split(max(CHUNK // (flat.element_size() * flat[0].numel()), 1))
 
 
-def _segments(
-    layout: Layout, storage: Tensor, chosen: Sequence[int]
-) -> list[tuple[int, tuple[Tensor, DType]]]:
-    flats = segments_of(layout, storage)
-    return [(i, (flats[i], dtype_of(layout.segments[i].dtype))) for i in chosen]
-
-
-def _segments_at(tree: Carried, number: int) -> Tensor:
-    return tree.placement.segments[number]
-
-
 def _wires(
-    layout: Layout, storage: Tensor, chosen: Sequence[int], op: Op, members: Members,
+    layout: Layout, flats: Sequence[Tensor], chosen: Sequence[int], op: Op, members: Members,
     wide: DType | None,
 ) -> list[Wire]:  # fmt: skip
-    found = _segments(layout, storage, chosen)
-    return [wire_for(flat, dtype, op, members.size, wide) for _, (flat, dtype) in found]
+    dtypes = [dtype_of(segment.dtype) for segment in layout.segments]
+    return [wire_for(flats[i], dtypes[i], op, members.size, wide) for i in chosen]
 
 
 @lru_cache(maxsize=256)
@@ -186,9 +175,8 @@ def chosen_segments(
     first = {leaf.dtype: leaf.path for leaf in reversed(layout.leaves)}
     chosen, left_out = [], set[str]()
     for i, segment in enumerate(layout.segments):
-        dtype = dtype_of(segment.dtype)
-        if where is None or where(torch.empty(0, dtype=dtype.in_torch)):
-            check_op(dtype, op, wide, path_str(first[segment.dtype]))
+        path = path_str(first[segment.dtype])
+        if takes_part(dtype_of(segment.dtype), op, wide, where, path):
             if segment.nbytes:
                 chosen.append(i)
         else:

@@ -11,6 +11,9 @@ from tdbridge.collectives.ops import MEAN, PRODUCT, SUM, Op
 from tdbridge.errors import CollectiveError
 from tdbridge.layout.dtypes import DType
 
+Where = Callable[[Any], bool]
+"""Which leaves are reduced, told by an empty tensor of their dtype."""
+
 _SENT = {"float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64"}
 _WIDER = {"int16": torch.int32, "uint16": torch.int32, "uint32": torch.int64}  # exact, also modulo
 
@@ -107,3 +110,15 @@ def check_op(dtype: DType, op: Op, wide: DType | None, where: str) -> None:
     if (reason := why_not_reduced(dtype, op, wide)) is not None:
         name = op.name if op.factor == 1 else f"premul_sum({op.factor})"
         raise CollectiveError(f"{where}: got {dtype.name} with op={name!r}: {reason}.")
+
+
+def takes_part(dtype: DType, op: Op, wide: DType | None, where: Where | None, path: str) -> bool:
+    """Whether `where` chooses leaves of a dtype, and they can be reduced so.
+
+    Raises:
+        CollectiveError: it chooses them, and they cannot be. It names one of them, `path`.
+    """
+    chosen = where is None or where(torch.empty(0, dtype=dtype.in_torch))
+    if chosen:
+        check_op(dtype, op, wide, path)
+    return chosen
